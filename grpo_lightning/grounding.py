@@ -1,4 +1,4 @@
-"""Grounding metrics for `Validation.metrics`: mean IoU and accuracy of referring expression comprehension."""
+"""Grounding metrics for `Validation.metrics`: the mean IoU, and the accuracy of referring expression comprehension."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
 
 
 class BoxMetric(Metric, ABC):
-    """Base class of metrics: the mean score, over all ranks, of the completions whose prompt has a ground-truth box.
+    """Base class of metrics that score the boxes of completions, and average the scores over all ranks.
 
     A prompt counts only if it has exactly one image and its `answer_column` contains exactly one box. Other prompts are
-    skipped with a warning. A completion without a box is not skipped: it counts as wrong.
+    skipped with a warning. A completion without a box is not skipped, but counts as wrong.
 
     Args:
         answer_column: The data column with the ground-truth box.
@@ -134,7 +134,7 @@ class BoxMetric(Metric, ABC):
             self.num_prompts += 1
 
     def compute(self) -> dict[str, float]:
-        """The mean score as {name: mean}; an empty dict if no prompt has a ground-truth box."""
+        """The mean score as {name: mean}, or an empty dict if no prompt has a ground-truth box."""
         if self.num_others:
             counted = int(self.num_prompts)
             warn_once(
@@ -147,7 +147,7 @@ class BoxMetric(Metric, ABC):
 class MeanIoU(BoxMetric):
     """`iou`: the mean intersection over union of the predicted and the ground-truth box.
 
-    The reward `IoU` already logs the same mean under the same name; use this metric for runs without that reward.
+    The reward `IoU` already logs the same mean under the same name, so use this metric for runs without that reward.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""GRPO as a LightningModule: sample, score, compute advantages, update.
+"""GRPO as a LightningModule, which samples completions, scores them, computes advantages and updates the policy.
 
 Training runs in cycles. A cycle starts with a rollout: G completions are sampled for every prompt, scored, and compared
 within their group. The rollout is split into micro-batches, and each `training_step` of the cycle trains on one
@@ -151,8 +151,9 @@ class GRPOLightningModule(L.LightningModule):
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
-        tokenizer: The tokenizer, or the processor of a multimodal policy. Required if the policy is a model or config
-            in memory. Optional for other policies; if given, it replaces the tokenizer or processor of the policy.
+        tokenizer: The tokenizer, or the processor of a multimodal policy. It is required if the policy is a model or
+            config in memory. For other policies, it is optional. If you give one, it replaces the tokenizer or
+            processor of the policy.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
         environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
             policy can call (tools), a multi-turn function of ms-swift, or a class in TRL's style, with tools as
@@ -332,7 +333,7 @@ class GRPOLightningModule(L.LightningModule):
     # ------------------------------------------------------------------------------------------------------- the step
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute the loss of one micro-batch; the first training step of a cycle also samples the rollout."""
+        """Compute the loss of one micro-batch. The first training step of a cycle also samples the rollout."""
         prompts = as_prompt_batch(batch)
         self.continue_cycle(prompts, batch_idx)
         if self.is_rollout_due(batch_idx):
@@ -442,7 +443,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def num_averaged(self) -> int:
-        """Number of losses that Lightning and the strategy average in an optimizer step: micro-batches times ranks."""
+        """Number of losses that Lightning and the strategy average in an optimizer step (micro-batches times ranks)."""
         return self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle
@@ -573,7 +574,9 @@ class GRPOLightningModule(L.LightningModule):
                 in_flight.request(chosen, sample, self.run.rollout_index)
 
     def start_cycle(self, rollout: Rollout) -> None:
-        """Start training on a rollout: notify callbacks, add reference and old log-probs, make the micro-batches.
+        """Start training on a rollout.
+
+        This method notifies callbacks, adds reference and old log-probs, and makes the micro-batches.
 
         Raises:
             ValueError: If `compute_advantages` did not return one finite advantage per completion, or `split_rollout`
@@ -641,7 +644,7 @@ class GRPOLightningModule(L.LightningModule):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
-        """Add the reference's log-probs to completions without such log-probs; do nothing if there is no reference."""
+        """If there is a reference, add its log-probs to the completions that do not have them yet."""
         of_masked = self.objective.has_kl_reward
         if self.reference is None or not lacks_ref_logprobs(rollout.groups, of_masked=of_masked):
             return
@@ -843,7 +846,7 @@ class GRPOLightningModule(L.LightningModule):
         set_evaluation_order(self.trainer)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """One record per sampled completion: prompt, text, rewards, and the row's columns."""
+        """One record per sampled completion, with the prompt, the text, the rewards and the row's columns."""
         return list(records(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=False)))
 
     # ---------------------------------------------------------------------------------------------------- Lightning
@@ -998,7 +1001,7 @@ class GRPOLightningModule(L.LightningModule):
         self.tokenizer = loaded.tokenizer  # set last, so that a failed load is retried
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights; if the module has no policy yet, load the policy first.
+        """Load weights. If the module has no policy yet, load the policy first.
 
         With `ddp_notebook` and `ddp_fork`, the run happens in child processes, and the launching process has no policy
         when it loads the trained weights. Without a policy, the keys of these weights would be ignored as unknown.
@@ -1056,7 +1059,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @checks.required_hook
     def on_fit_start(self) -> None:
-        """Make the load-balancing loss of the experts; if weights are sharded, first choose how log-probs are computed.
+        """If weights are sharded, choose how log-probs are computed. Then make the load-balancing loss of the experts.
 
         The choice runs the model, and a sharded model cannot run before this hook.
         """
@@ -1140,6 +1143,6 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def saved_names(self) -> list[str]:
-        """Names of the parameters in checkpoints: all parameters that were trained at any time."""
+        """Names of the parameters in checkpoints, which are all parameters that were trained at any time."""
         never_trained = self.frozen.never_trained(self)
         return [name for name, _ in self.named_parameters() if name not in never_trained]

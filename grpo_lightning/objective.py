@@ -75,7 +75,7 @@ SurrogateName = Literal[
 
 
 class StepCounts(NamedTuple):
-    """Counts of an optimizer step over all ranks; the loss is divided by one of them (see `Objective.aggregate`)."""
+    """Counts of an optimizer step over all ranks. The loss is divided by one of them (see `Objective.aggregate`)."""
 
     num_tokens: int
     """Number of completion tokens that are not masked."""
@@ -339,7 +339,7 @@ class Objective:
 
     @property
     def high(self) -> float:
-        """`epsilon_high`; if that is null, `epsilon`."""
+        """`epsilon_high`, or `epsilon` if `epsilon_high` is null."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -779,7 +779,7 @@ OWN_ARGUMENTS = ("ratio", "advantages", "logprobs", "old_logprobs", "mask", "eps
 
 
 def surrogate_of(objective: Objective) -> Surrogate:
-    """The surrogate of an objective: one of the package, or the user's own function.
+    """The surrogate of an objective, which is one of the package or the user's own function.
 
     Raises:
         ValueError: If `objective.surrogate` is neither a name of the package, nor the import path of a function, nor a
@@ -804,7 +804,7 @@ def surrogate_of(objective: Objective) -> Surrogate:
 
 
 def name_of(objective: Objective) -> str:
-    """Name of the surrogate for messages: `objective.surrogate`, or the name of the user's function."""
+    """Name of the surrogate for messages, which is `objective.surrogate` or the name of the user's function."""
     given = objective.surrogate
     return given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
 
@@ -813,7 +813,7 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     """Make a surrogate of a user's own function.
 
     The function returns the loss of each token, to be minimized: [B, T], or [B, 1] if `Objective.ratio` is `sequence`.
-    Masked tokens may have any loss. The function gets, by keyword, the arguments of the following list that it names,
+    Masked tokens can have any loss. The function gets, by keyword, the arguments of the following list that it names,
     or all of them if it takes `**kwargs`. All other arguments of the function need a default.
 
         ratio         [B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients
@@ -1006,8 +1006,8 @@ def _check_correction(objective: Objective) -> None:
     """Refuse a `rollout_correction` that the loss cannot use. Raises: ValueError.
 
     A correction has either one weight per token or one weight per completion. VESPO can only use weights per token. If
-    there is one loss per completion, only weights per completion can be used: the gradient of this loss reaches all
-    tokens, so the weight of a single token would scale the gradients of all tokens.
+    there is one loss per completion, only weights per completion can be used, because the gradient of this loss reaches
+    all tokens. The weight of a single token would therefore scale the gradients of all tokens.
     """
     levels, reason = correction_levels(objective)
     allowed = ["auto", "none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
@@ -1019,7 +1019,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """The levels of `rollout_correction` that the loss can use, the default first; and why it can use no others."""
+    """The levels of `rollout_correction` that the loss can use, and why it can use no others. The default is first."""
     own = surrogate_of(objective)
     surrogate = f"objective.surrogate {name_of(objective)!r}"
     if own.folds_rollout_weights:

@@ -19,7 +19,7 @@ OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults: a small learning rate and no weight decay.
+    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults, a small learning rate and no weight decay.
 
     Args:
         params: Parameters to train.

@@ -26,7 +26,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
 class Schedule(LambdaLR):
-    """Base of the schedules: linear warm-up, then the shape of the subclass.
+    """Base class of the schedules, with a linear warm-up that is followed by the shape of the subclass.
 
     Args:
         optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
@@ -54,7 +54,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, self.without_length)
 
     def without_length(self, step: int) -> float:
-        """The factor until `set_length` is called: 1 at step 0. Raises: ValueError at later steps."""
+        """The factor until `set_length` is called. It is 1 at step 0. Raises: ValueError at later steps."""
         if step:
             raise ValueError(
                 f"The schedule {type(self).__name__} does not know the length of the run: the training module sets it "
@@ -64,7 +64,7 @@ class Schedule(LambdaLR):
         return 1.0
 
     def set_length(self, num_training_steps: float) -> None:
-        """Set the length of the run in optimizer steps; call this before the first optimizer step.
+        """Set the length of the run in optimizer steps. Call this method before the first optimizer step.
 
         Raises:
             ValueError: If the run has no end.

@@ -74,7 +74,10 @@ class BeforeAfter(L.Callback):
             self.before, self.after, self.samples = None, None, {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate before training. A resumed run keeps the earlier results; a `fast_dev_run` does not evaluate."""
+        """Evaluate before training.
+
+        A resumed run keeps the earlier results, so it does not evaluate again. A `fast_dev_run` never evaluates.
+        """
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
             if self.metric not in self.before["sampled"]:
@@ -104,7 +107,7 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how many decoding steps are done. A count of batches is not enough: there may be only one batch."""
+        """Show how many decoding steps are done, because an evaluation with a single batch has no other progress."""
         if self.progress is not None and (done % 8 == 0 or done == total):
             self.progress.tokens = f"token {done}/{total}"
             self.progress.show()
@@ -239,9 +242,9 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
 
 
 def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
-    """Format a table cell: the value with four significant digits, then the confidence interval if there is one.
+    """Format the value of a metric for a table cell, with four significant digits.
 
-    A metric without a value gives "-".
+    If there is a confidence interval, it follows the value. If the metric has no value, the cell is "-".
 
     Args:
         numbers: Values by name.

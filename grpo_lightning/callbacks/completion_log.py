@@ -1,4 +1,4 @@
-"""Logs completions: `completions.jsonl`, and tables in Weights & Biases and TensorBoard."""
+"""Writes completions to `completions.jsonl`, and to tables in Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class CompletionLog(L.Callback):
 
     A line has these fields:
 
-    - `step`: number of optimizer steps done before the training on the rollout; the loggers log the rollout's metrics
-      at the same `step`;
+    - `step`: number of optimizer steps done before the training on the rollout (the loggers log the rollout's metrics
+      at the same `step`);
     - `rank`: the rank that sampled the completion;
     - `row`: file and line of the data row;
     - `length`: number of tokens of the completion;
-    - `reward`: null if the completion is not scorable;
+    - `reward`: the total reward, or null if the completion is not scorable;
     - `rewards`: the rewards by name;
     - `columns`: the columns of the data row, for example the answer, but neither the prompt nor values of more than
       1,000 characters;
-    - `turns` (only in conversations): role, text and number of tokens of each turn; for a turn of the policy, also its
-      finish reason and its reward;
+    - `turns` (only in conversations): role, text and number of tokens of each turn, and for a turn of the policy also
+      its finish reason and its reward;
     - `images` (only if the prompt has images): for each image, its name (the path, if the image comes from a file), its
       size in pixels, its size after resizing for the policy, and the coordinate convention of the policy;
     - `epoch`, `rollout`, `source`, `prompt_index`, `prompt`, `completion`, `finish_reason` and `advantage`;
@@ -66,20 +66,21 @@ class CompletionLog(L.Callback):
     worst completions and a few others. Both loggers also get the images in the prompts of these best, worst and other
     completions. Only images of rank 0's prompts are shown, because rank 0 does not have the images of other ranks.
 
-    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. Each token has two
-    log-probs: that of the policy before the updates on the rollout, and that of the policy after them. The sign of
-    advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended direction.
-    A line has the fields `rollout`, `completion` (index of the completion in the rollout), `tokens` (text),
+    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. Each token has a
+    log-prob under the policy before the updates on the rollout, and another under the policy after these updates. The
+    sign of advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended
+    direction. A line has the fields `rollout`, `completion` (index of the completion in the rollout), `tokens` (text),
     `old_logprobs` and `logprobs`. Both log-probs are in nats, and null for tokens that are not trained on. If
-    `model.conversation.turn_credit` is set, a line also has the field `turn_advantages`: the part of each token's
-    advantage that comes from its turn. There are no lines for completions that the updates leave out because their
-    advantage is 0. If a run resumes in the middle of training on a rollout, there are no lines for this rollout either.
+    `model.conversation.turn_credit` is set, a line also has the field `turn_advantages`. It contains the part of each
+    token's advantage that comes from the token's turn. There are no lines for completions that the updates leave out
+    because their advantage is 0. If a run resumes in the middle of training on a rollout, there are no lines for this
+    rollout either.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
-        max_rows: Maximum number of completions in a Weights & Biases table; the file always has all completions.
-        num_samples: Number of completions of each kind (best, worst and other): TensorBoard shows their text, and both
-            loggers show the images of their prompts. 0 shows none.
+        max_rows: Maximum number of completions in a Weights & Biases table. The file always has all completions.
+        num_samples: Number of completions of each kind (best, worst and other) that the loggers show. TensorBoard shows
+            their text, and both loggers show the images of their prompts. 0 shows none.
         token_logprobs: Write `tokens.jsonl`. This costs one more forward pass over each rollout that is written, and
             about 25 bytes of disk per token.
         dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
@@ -112,7 +113,7 @@ class CompletionLog(L.Callback):
         self.logged_messages: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepare the file: a new run removes an old file; a resumed run drops lines newer than its checkpoint."""
+        """In a new run, remove old files. In a resumed run, remove the lines that are newer than the checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path, self.first_lines = None, None
         if not is_writing(trainer, self.dirpath):
@@ -418,7 +419,7 @@ def as_number(value: float | None) -> float | None:
 
 
 def as_text(value: Any) -> str | None:
-    """Convert a value to JSON text; text and None stay as they are."""
+    """Convert a value to JSON text, but return text and None unchanged."""
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -435,7 +436,7 @@ def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
 
 
 def as_markdown(value: Any) -> str:
-    """Format a Markdown table cell: short numbers, line breaks kept, markup escaped."""
+    """Format a value for a Markdown table cell, with short numbers, escaped markup, and line breaks as `<br>`."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).translate(ESCAPES)

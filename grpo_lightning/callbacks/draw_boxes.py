@@ -74,7 +74,7 @@ class Panel:
 
     @property
     def prompt_hash(self) -> str:
-        """Hash of question, image and ground truth: panels of the same prompt have the same hash."""
+        """Hash of question, image and ground truth. Panels of the same prompt have the same hash."""
         text = f"{self.title}\n{self.size}\n{[float(number) for number in self.right]}\n"
         return hashlib.sha256(text.encode() + self.png).hexdigest()
 
@@ -82,10 +82,11 @@ class Panel:
 class DrawBoxes(L.Callback):
     """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two boxes.
 
-    The pictures are PNG files in the folder `<dirpath>/boxes`: `before.png` before training, `step-<N>.png` at every
-    validation of the run, and `after.png` after training. If a prompt is in `before.png`, the later files also show
-    the box that was predicted for this prompt before training. The commands `validate` and `test` write `validate.png`
-    and `test.png`. Weights & Biases and TensorBoard also get the pictures, under the name `val/boxes`.
+    The pictures are PNG files in the folder `<dirpath>/boxes`. The callback writes `before.png` before training,
+    `step-<N>.png` at every validation of the run, and `after.png` after training. If a prompt is in `before.png`, the
+    later files also show the box that was predicted for this prompt before training. The commands `validate` and `test`
+    write `validate.png` and `test.png`. Weights & Biases and TensorBoard also get the pictures, under the name
+    `val/boxes`.
 
     Only prompts with exactly one image and exactly one box in `answer_column` are drawn. The number of other prompts is
     logged.
@@ -95,8 +96,8 @@ class DrawBoxes(L.Callback):
         greedy: If true, draw the box of the greedy completion. If false, draw the box of the first completion that is
             sampled with the settings of `model.validation`.
         answer_column: Data column with the ground-truth box.
-        coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`: "auto" uses that of the policy's
-            model family.
+        coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`. "auto" uses the coordinate
+            system of the policy's model family.
         gold_coordinates: Coordinate system of the ground-truth boxes: "original" (pixels) or "norm1000".
         dirpath: Folder in which the folder `boxes` is created; null uses the run's folder.
     """
@@ -130,7 +131,10 @@ class DrawBoxes(L.Callback):
             self.before = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the boxes before training. A resumed run keeps the earlier answers; a `fast_dev_run` draws no boxes."""
+        """Draw the boxes before training.
+
+        A resumed run keeps the earlier answers, so it draws no boxes here. A `fast_dev_run` draws no boxes either.
+        """
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = {panel.prompt_hash: panel.answer for panel in self.draw(trainer, pl_module, "before")}
@@ -261,7 +265,10 @@ def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """Text of the question: the prompt, or for a chat the text of the last message that is not an answer."""
+    """Return the text of the question.
+
+    For a chat, this is the text of the last message that is not an answer. For other prompts, it is the prompt.
+    """
     if isinstance(content, str):
         return content
     # A final assistant message is the prefix of the answer.
@@ -317,11 +324,11 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def caption(panel: Panel) -> str:
-    """Format a caption: `IoU 0.71 (before 0.12)`, or `no box` if the completion has no box."""
+    """Format a caption, for example `IoU 0.71 (before 0.12)`, or `no box` if the completion has no box."""
     earlier = "" if panel.earlier is None else f" (before {format_overlap(panel.earlier)})"
     return f"{'' if panel.answer.box is None else 'IoU '}{format_overlap(panel.answer)}{earlier}"
 
 
 def format_overlap(answer: Answer) -> str:
-    """Format the IoU of an answer: `0.71` or `no box`."""
+    """Format the IoU of an answer, for example `0.71`, or `no box` if the answer has no box."""
     return "no box" if answer.box is None else f"{answer.overlap:.2f}"

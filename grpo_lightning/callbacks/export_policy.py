@@ -13,7 +13,7 @@ from grpo_lightning.policy.saving import original_tokenizer, whole_weights, writ
 
 
 class ExportPolicy(L.Callback):
-    """Exports the policy when training ends: weights, config and tokenizer.
+    """Exports the policy (weights, config and tokenizer) when training ends.
 
     With LoRA, only the adapter's weights are exported. For a multimodal policy, the processor is exported as well. All
     ranks gather sharded weights together, one tensor at a time, and rank 0 writes them in the dtype in which they are

@@ -35,13 +35,14 @@ MAX_COLUMNS = 3
 
 
 class LearningCurves(StepMetrics):
-    """Plots metrics over optimizer steps into `curves.png` in the run's folder; diamonds are validation values.
+    """Plots metrics over optimizer steps into `curves.png` in the run's folder.
 
-    The picture is drawn during the run, and when the run ends or is interrupted. Steps are numbered as in the loggers.
+    Diamonds are validation values. The picture is drawn during the run, and when the run ends or is interrupted. Steps
+    are numbered as in the loggers.
 
     Args:
-        metrics: Names of the metrics to plot, one panel each; metrics that are never logged are skipped. Null plots the
-            total reward, each reward, completion length, entropy and KL.
+        metrics: Names of the metrics to plot, with one panel for each metric. Metrics that are never logged are
+            skipped. Null plots the total reward, each reward, completion length, entropy and KL.
         smoothing: Number of values in the window of the centered moving average (an even number is reduced by 1).
         every_n_steps: Optimizer steps between two updates of the picture.
         dirpath: Output folder; null is the run's folder.
@@ -150,7 +151,7 @@ class LearningCurves(StepMetrics):
             print(f"Curves: {self.path}")  # noqa: T201 - the result people look for
 
     def draw_panel(self, axes: Any, name: str, title: str) -> None:
-        """Draw one metric: logged values, their moving average, and validation values."""
+        """Draw the logged values of a metric, their moving average, and its validation values."""
         if name != held_out(name):
             steps, values = zip(*self.history[name], strict=True)
             axes.plot(steps, values, ".", color="tab:blue", markersize=4, alpha=0.35, label="logged value")

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class NewestCheckpoints(ModelCheckpoint):
-    """Saves a checkpoint every `save_steps` optimizer steps and at the end; keeps the newest `save_total_limit`.
+    """Saves checkpoints every `save_steps` optimizer steps and at the end, and keeps the newest `save_total_limit`.
 
     The settings have the same names and meanings as in TRL and ms-swift. A resumed run also keeps the checkpoint from
     which it was resumed.

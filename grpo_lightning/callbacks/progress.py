@@ -1,4 +1,4 @@
-"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward and its trend; wide terminals show more."""
+"""Progress of a run in one line: phase, optimizer steps, rate, ETA, reward, and trend of the reward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GAP = "  "
 
 
 class ProgressBar(LightningProgressBar):
-    """One line for the entire run: phase, optimizer steps, rate, ETA, reward and its trend.
+    """Shows the progress of a run in one line: phase, optimizer steps, rate, ETA, reward, and trend of the reward.
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
     Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
@@ -107,15 +107,15 @@ class ProgressBar(LightningProgressBar):
     # -------------------------------------------------------------------------------------------------------- training
 
     def on_train_start(self, *_: Any) -> None:
-        """Start without a line: other callbacks may evaluate first, and the rate must not count their time."""
+        """Reset the line. It starts later, because the rate must not include evaluations by other callbacks."""
         self.reset()
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the line with the first epoch; a resumed run continues at its step."""
+        """Start the line at the first epoch. In a resumed run, the line begins at the step of the run."""
         self.start(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the line if the run resumes within an epoch: Lightning then does not call `on_train_epoch_start`."""
+        """Start the line if the run resumes within an epoch, because Lightning then omits `on_train_epoch_start`."""
         self.start(trainer)
 
     def start(self, trainer: L.Trainer) -> None:
@@ -164,7 +164,7 @@ class ProgressBar(LightningProgressBar):
         self.show(trainer)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show the decoding progress: `done` of at most `total` decoding steps are complete."""
+        """Show that `done` of at most `total` decoding steps are complete."""
         is_ours = self.phase == "rollout" or self.evaluation  # callbacks may also sample at other times
         if is_ours and (done % 8 == 0 or done == total):
             self.tokens = f"{done}/{total}"
@@ -212,7 +212,7 @@ class ProgressBar(LightningProgressBar):
             self.show(trainer, is_due=True)
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Keep the last state of the line; in a training run, the line of training replaces it."""
+        """Keep the last state of the line. In a training run, the line of training replaces it."""
         self.end_evaluation(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
 
     def on_test_end(self, *_: Any) -> None:
@@ -267,7 +267,7 @@ class ProgressBar(LightningProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Metrics on the line: those of the last rollout and the last step, and those logged with `prog_bar=True`."""
+        """Return the metrics of the last rollout and the last step, and the metrics logged with `prog_bar=True`."""
         shown: dict[str, int | str | float | dict[str, float]] = {
             label: text_of(float(self.values[name])) for label, name in SHOWN.items() if name in self.values
         }
@@ -333,7 +333,9 @@ def training_text(state: State, width: int | None) -> Text:
 
 
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
-    """Join the parts that fit, chosen by `Part.rank`, into a line; a bar after the second part fills the free columns.
+    """Join the parts that fit into a line.
+
+    `Part.rank` determines which parts are chosen. A bar after the second part fills the free columns.
 
     Args:
         parts: Parts, in the order of the line.
@@ -395,7 +397,7 @@ def clock(seconds: float) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Format a metric with three digits, or as an integer if it is large; return other values as they are."""
+    """Format a number with three digits, or as an integer if it is large. Convert a mapping to text, and keep text."""
     if isinstance(value, str | Mapping):
         return str(value)
     number = float(value)

@@ -1,4 +1,4 @@
-"""A callback that records what a run is in `run.json`: command, versions, device, commit, and how the run ended."""
+"""A callback that writes the command, versions, device, commit and status of a run to `run.json`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("grpo-lightning", "torch", "lightning", "transformers", "peft", "dee
 
 
 class RunRecord(L.Callback):
-    """Writes `run.json` in the run's folder: command, versions and devices of the run, and how the run ended.
+    """Writes the command, versions, devices and status of the run to `run.json` in the run's folder.
 
     `fit` adds this callback by default.
 
@@ -33,12 +33,12 @@ class RunRecord(L.Callback):
 
     - `command`, `seed` and `versions`;
     - `started` and `ended`: times in seconds since 1970;
-    - `status`: `running`, `finished`, `interrupted` or `failed`; the status of a killed run stays `running`;
+    - `status`: `running`, `finished`, `interrupted` or `failed` (the status of a killed run stays `running`);
     - `error` (only if an exception ended the run): type, message and traceback of the exception;
     - `step`: number of optimizer steps done;
-    - `resumed_at_step`: the step at which the run resumed; null for a new run;
-    - `device`: accelerator, name, strategy, precision; numbers of devices, nodes, ranks and CPU threads;
-    - `commit` and `has_changes` (only if the current folder is in a git repository): `has_changes` is true if files
+    - `resumed_at_step`: the step at which the run resumed, or null for a new run;
+    - `device`: accelerator, name, strategy, precision, and the numbers of devices, nodes, ranks and CPU threads;
+    - `commit` and `has_changes` (only if the current folder is in a git repository). `has_changes` is true if files
       differ from the commit.
 
     Args:

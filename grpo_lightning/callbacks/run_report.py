@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 class RunReport(RunRecord):
     """Writes `report.html` in the run's folder when the run ends, even if it ends with an error.
 
-    The page is the same as that of `grpo-lightning report`: one file that loads no other files. The page shows what
-    `CompletionLog`, `BeforeAfter` and the logger of `metrics.csv` have written into the folder. The callback also
-    writes `run.json`, as `RunRecord` does.
+    The page is the same as the page of `grpo-lightning report`. It is one file that loads no other files. The page
+    shows what `CompletionLog`, `BeforeAfter` and the logger of `metrics.csv` have written into the folder. The callback
+    also writes `run.json`, as `RunRecord` does.
 
     Args:
         max_completions: Maximum number of completions whose texts are in the page. If a run has more completions, the

@@ -1,4 +1,4 @@
-"""Summary at the end of a training run: reward before and after, tokens, time by phase, and where the results are."""
+"""Summary at the end of a training run: first and last rewards, tokens, time by phase, and places of the results."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ FILES = {
 class RunSummary(StepMetrics):
     """Prints a summary when a training run ends or is stopped by a signal. `fit` adds this callback by default.
 
-    Two mean rewards are shown: that of the first rollouts and that of the last rollouts. Each is taken over a tenth of
-    all rollouts, but at most 20. Tokens are counted over all ranks. The time of a phase is the time of the slowest
-    rank; "other" is the rest of the run: loading, evaluation and checkpoints. Counts and times of a resumed run do not
-    include the steps before it was resumed.
+    The summary shows the mean reward of the first rollouts and the mean reward of the last rollouts. Each mean is taken
+    over a tenth of all rollouts, but over at most 20 rollouts. Tokens are counted over all ranks. The time of a phase
+    is the time of the slowest rank. The time "other" is the rest of the run, that is, loading, evaluation and
+    checkpoints. Counts and times of a resumed run do not include the steps before it was resumed.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class RunSummary(StepMetrics):
         self.first_step = self.step = trainer.global_step
 
     def note(self, trainer: L.Trainer) -> None:
-        """Record what the last finished step has logged; another call for the same step adds to the record."""
+        """Record what the last finished step has logged. Another call for the same step adds to the record."""
         if trainer.global_step != self.step:
             self.count()
             self.step = trainer.global_step
@@ -160,7 +160,7 @@ class RunSummary(StepMetrics):
 
 
 def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
-    """Where the results are: label, and path or command."""
+    """For each result, yield a label, and the path of the result or the command that creates it."""
     folder = relative_path(folder)
     if folder.is_dir():
         yield "run folder", str(folder)
@@ -179,9 +179,9 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def last_checkpoint(callback: L.Callback) -> Path | None:
-    """Checkpoint that the summary names: the callback's best checkpoint, or its last if it monitors no metric.
+    """Return the best checkpoint of a callback, or its last checkpoint if the callback monitors no metric.
 
-    None if the callback has saved no checkpoint, or if the checkpoint no longer exists.
+    The result is None if the callback has saved no checkpoint, or if the checkpoint no longer exists.
     """
     if isinstance(callback, GracefulStop):
         return callback.checkpoint
@@ -190,5 +190,5 @@ def last_checkpoint(callback: L.Callback) -> Path | None:
 
 
 def relative_path(path: Path) -> Path:
-    """The path relative to the current folder, if it lies inside this folder; the unchanged path if it does not."""
+    """Make a path relative to the current folder if the path is inside this folder. If not, return it unchanged."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

@@ -34,25 +34,26 @@ LOOKS = 20
 
 
 class StallInterrupt(SystemExit):
-    """Exception that ends a stalled rollout; the process then prints the exception's message and exits with status 1.
+    """Exception that ends a stalled rollout.
 
-    Engines and rewards may catch every `Exception`. They do not catch this class, because it is not a subclass of
-    `Exception` (neither is KeyboardInterrupt).
+    The process then prints the exception's message and exits with status 1. An engine or a reward that catches every
+    `Exception` does not catch this class, because this class is not a subclass of `Exception` (neither is
+    KeyboardInterrupt).
     """
 
 
 class Watchdog(L.Callback):
-    """Ends a training run if a rollout makes no progress for `stall_seconds`; works with any engine.
+    """Ends a training run if a rollout makes no progress for `stall_seconds`.
 
-    The start of the rollout counts as progress, and so does each call of `on_decode`: a decoding step, or a completion
-    from a server. If a rank stalls, it logs the stall, writes the Python stacks of all its threads to stderr, and
-    interrupts its main thread with a signal. If the main thread runs Python code, or waits in a call that a signal can
-    interrupt, the run ends with an error. In a run with one process, a checkpoint of the last optimizer step is saved
-    first. If the main thread does not react, the process exits after `grace_seconds`, with status 75. If the process
-    has started other ranks as subprocesses, it ends them too. Ranks that torchrun or SLURM has started are ended by
-    torchrun or SLURM.
+    The watchdog works with any engine. The start of the rollout counts as progress, and so does each call of
+    `on_decode`, that is, each decoding step or each completion from a server. If a rank stalls, it logs the stall,
+    writes the Python stacks of all its threads to stderr, and interrupts its main thread with a signal. If the main
+    thread runs Python code, or waits in a call that a signal can interrupt, the run ends with an error. In a run with
+    one process, a checkpoint of the last optimizer step is saved first. If the main thread does not react, the process
+    exits after `grace_seconds`, with status 75. If the process has started other ranks as subprocesses, it ends them
+    too. Ranks that torchrun or SLURM has started are ended by torchrun or SLURM.
 
-    Rewards and updates are not watched: they report no progress while they run.
+    Rewards and updates are not watched, because they report no progress while they run.
 
     Args:
         stall_seconds: Seconds without progress; null turns the watchdog off.
@@ -115,7 +116,7 @@ class Watchdog(L.Callback):
         thread.start()
 
     def watch(self, trainer: L.Trainer, stop: threading.Event) -> None:
-        """Check the clock until training ends or a rollout makes no progress; runs in a separate thread."""
+        """Check the clock in a separate thread until training ends or a rollout makes no progress."""
         assert self.stall_seconds is not None
         while not stop.wait(self.stall_seconds / LOOKS):
             seconds = time.monotonic() - self.since
@@ -124,7 +125,7 @@ class Watchdog(L.Callback):
                 return
 
     def end(self, trainer: L.Trainer, stop: threading.Event, seconds: float) -> None:
-        """End the run: interrupt the main thread. If the main thread does not end the run in time, exit."""
+        """Interrupt the main thread so that it ends the run. If it does not end the run in time, exit."""
         self.message = (
             f"Rank {ranks.rank()}: the {self.phase} before step {trainer.global_step + 1} has made no progress for "
             f"{seconds:.0f} seconds{self.detail} (Watchdog.stall_seconds)."
@@ -145,7 +146,11 @@ class Watchdog(L.Callback):
         os._exit(EXIT_STATUS)
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler: end a stalled rollout. Raises: StallInterrupt; a signal without a stall is ignored."""
+        """Handle a signal by ending a stalled rollout. If no rollout is stalled, the signal is ignored.
+
+        Raises:
+            StallInterrupt: If a rollout is stalled.
+        """
         if self.message is None:
             log.warning("%s is ignored: during training, the watchdog uses it.", signal.Signals(signum).name)
             return

@@ -21,14 +21,14 @@ class WritePredictions(L.Callback):
     - `source`, `prompt_index`, `prompt`, `completion` and `finish_reason`;
     - `row`: file and line of the data row;
     - `length`: number of tokens of the completion;
-    - `reward`: null if the completion is not scorable;
+    - `reward`: the total reward, or null if the completion is not scorable;
     - `rewards`: the rewards by name;
     - `columns`: the columns of the data row;
-    - `turns` (only in conversations): role, text and number of tokens of each turn; for a turn of the policy, also its
-      finish reason and its reward.
+    - `turns` (only in conversations): role, text and number of tokens of each turn, and for a turn of the policy also
+      its finish reason and its reward.
 
     Lines are written batch by batch, so that an interrupted run keeps its results. If a run has several ranks, and its
-    loader is not a `PromptSource`, the ranks may have different numbers of batches. In this case, all lines are written
+    loader is not a `PromptSource`, the ranks can have different numbers of batches. In this case, all lines are written
     at the end. A file of an earlier run is replaced.
 
     Args:
@@ -98,7 +98,10 @@ class WritePredictions(L.Callback):
 
 
 def by_prompt(records: Sequence[Mapping[str, Any]], num_prompts: int) -> list[list[str]]:
-    """JSON lines of a batch, by prompt; all in one list if the number of records is no multiple of `num_prompts`."""
+    """JSON lines of a batch, with one list per prompt.
+
+    If the number of records is not a multiple of `num_prompts`, all lines are in one list.
+    """
     lines = [json_line(record) for record in records]
     size = len(lines) // num_prompts if num_prompts and len(lines) % num_prompts == 0 else len(lines)
     return [lines[start : start + size] for start in range(0, len(lines), size)] if size else []

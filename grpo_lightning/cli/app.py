@@ -48,7 +48,7 @@ class Parser(LightningArgumentParser):
     """Parser that merges the settings of several files and flags, and expands short names in files.
 
     If two files set the same key to an object of the same class, the settings of the object are merged key by key. A
-    later list replaces an earlier list; `key+:` or `--key+` appends to the earlier list. jsonargparse itself would
+    later list replaces an earlier list, but `key+:` or `--key+` appends to the earlier list. jsonargparse itself would
     merge two lists of equal length item by item, so that a second list of rewards would inherit the weights of the
     first list. Short names are values such as `optimizer: AdamW` (see `cli.config`). All access to private parts of
     jsonargparse is in this class.
@@ -92,7 +92,7 @@ class Parser(LightningArgumentParser):
         return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
     def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Add the arguments of a class. A logger's `save_dir` becomes optional: the default is the run's folder."""
+        """Add the arguments of a class. A logger's `save_dir` becomes optional, with the run's folder as default."""
         added = super().add_class_arguments(class_type, *args, **kwargs)
         if inspect.isclass(class_type) and issubclass(class_type, Logger):
             required: set[str] = getattr(self, "required_args", set())  # older versions of jsonargparse
@@ -134,7 +134,7 @@ class Parser(LightningArgumentParser):
 
 
 class ConfigFile(SaveConfigCallback):
-    """Writes config.yaml into the run's folder; a resumed run keeps the earlier file under another name."""
+    """Writes config.yaml into the run's folder. A resumed run keeps the earlier file under another name."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write the file."""
@@ -195,7 +195,7 @@ class GRPOCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Set defaults for short RL runs; recipes and flags override them."""
+        """Set defaults for short RL runs. Recipes and flags override these defaults."""
         parser.add_argument(
             "--run_name",
             type=str | int | float | None,  # YAML reads a name such as 2024 as a number

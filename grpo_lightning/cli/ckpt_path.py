@@ -88,10 +88,11 @@ def newest(
 
 
 def why_of_other_run(path: Path, runs: Path) -> str | None:
-    """Return why a checkpoint does not belong to the run `runs/<run name>`; None if it belongs to this run.
+    """Return why a checkpoint does not belong to the run `runs/<run name>`, or None if it belongs to this run.
 
-    If the folder of the run that saved the checkpoint no longer exists, only the names of the runs are compared: the
-    folder may have been moved. A checkpoint that does not name its run counts as a checkpoint of this run.
+    If the folder of the run that saved the checkpoint no longer exists, only the names of the runs are compared,
+    because the folder has perhaps been moved. A checkpoint that does not name its run counts as a checkpoint of this
+    run.
     """
     folder = saved_by(path)
     if folder is None or folder.parent.resolve() == runs.resolve():
@@ -118,7 +119,7 @@ def version_of(path: Path, runs: Path) -> Path | None:
 def folders_of_run(path: Path) -> list[Path]:
     """Checkpoint folders of one version of a run, or of all its versions.
 
-    For one version, `path` is `runs/<run name>/version_<N>`; for all versions, `path` is `runs/<run name>`. For any
+    For one version, `path` is `runs/<run name>/version_<N>`. For all versions, `path` is `runs/<run name>`. For any
     other path, the list is empty. Lightning saves the checkpoint of a SLURM requeue in the folder `version_<N>` itself.
     If this checkpoint exists, the folder `version_<N>` is included, too.
     """
@@ -140,8 +141,8 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
     """Folders in which a recipe saves checkpoints, other than the folder that the command line chooses.
 
     The command line chooses `runs/<run name>/version_<N>/checkpoints`. Two settings of a recipe can lead to other
-    folders: the `dirpath` of each ModelCheckpoint, and the first logger, from which Lightning derives the folder
-    `save_dir/name/version/checkpoints`.
+    folders. One is the `dirpath` of each ModelCheckpoint. The other is the first logger, from which Lightning derives
+    the folder `save_dir/name/version/checkpoints`.
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
@@ -153,7 +154,10 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
 
 
 def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
-    """Folders in which Lightning saves checkpoints, derived from the first logger of a run; empty without a logger."""
+    """Return the folders of checkpoints that Lightning derives from the first logger of a run.
+
+    The list is empty if the run has no logger, or if this logger has no `save_dir`.
+    """
     placed = trainer.clone()
     place(placed, folder)
     if not placed.get("logger"):
@@ -169,7 +173,7 @@ def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
 
 
 def written_at(path: Path) -> tuple[int, str]:
-    """Sort key: time of the last write to a checkpoint, then its name."""
+    """Return the time of the last write to a checkpoint, and the name of the checkpoint, as a sort key."""
     files = [path] if path.is_file() else [other for other in path.rglob("*") if other.is_file()]
     return max((file.stat().st_mtime_ns for file in files), default=path.stat().st_mtime_ns), path.name
 
@@ -218,7 +222,7 @@ def settings(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys; lists count as one value."""
+    """Flatten nested settings to dotted keys. A list counts as one value."""
     if not isinstance(value, Mapping):
         return {key: value}
     return {

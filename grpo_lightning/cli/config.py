@@ -1,10 +1,10 @@
 """Expand short names in the values of settings, and find the types that these values must have.
 
 A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`. Other
-short forms are expanded too: for example, `logger: true` becomes the list of default loggers, and in a list of
+short forms are expanded too. For example, `logger: true` becomes the list of default loggers, and in a list of
 datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl` becomes a list with this one dataset.
-The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique: this
-module expands AdamW to `grpo_lightning.optimizers.AdamW`, not to `torch.optim.AdamW`.
+The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique, so
+this module expands it to `grpo_lightning.optimizers.AdamW`, not to `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ TRAINING_LIMITS = {
 
 
 def trains_nothing(trainer: Namespace) -> str | None:
-    """Error message if a limit of the Trainer is 0: `fit` would silently train nothing. None if no limit is 0."""
+    """Error message if a limit of the Trainer is 0, because `fit` would then silently train nothing.
+
+    The result is None if no limit is 0.
+    """
     for name, values in TRAINING_LIMITS.items():
         if is_zero(value := trainer.get(name)):
             return (
@@ -88,7 +91,10 @@ def trains_nothing(trainer: Namespace) -> str | None:
 
 
 def is_zero(limit: Any) -> bool:
-    """True for a limit of 0: a number, or a time as text (`00:00:00:00`), mapping (`{hours: 0}`) or timedelta."""
+    """True if a limit is 0.
+
+    A limit is a number, or a time in the form of a text (`00:00:00:00`), a mapping (`{hours: 0}`) or a timedelta.
+    """
     if isinstance(limit, str):
         return set(re.findall(r"\d", limit)) == {"0"}
     if isinstance(limit, Mapping):
@@ -121,7 +127,7 @@ def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] 
 
 
 def full_name(name: Any) -> Any:
-    """Convert the name of one of the package's optimizers or schedules to its import path; else return it unchanged."""
+    """Convert the name of one of the package's optimizers or schedules to its import path. Keep any other value."""
     for home in NAMED.values() if isinstance(name, str) and name.isidentifier() else ():
         kind = getattr(home, name, None)
         if inspect.isclass(kind) and kind.__module__ == home.__name__:
@@ -182,8 +188,8 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
     """Convert the path of a data file, or paths in a list of datasets, to dataset entries.
 
-    The path of a YAML file is not converted. However, such a path is refused in a list, and in a value that is appended
-    to a list (`datasets+`): a list contains only data files.
+    The path of a YAML file is not converted. However, a YAML file is refused in a list, and in a value that is appended
+    to a list (`datasets+`), because a list can name only data files.
 
     Raises:
         ConfigurationError: If an item is neither settings nor the path of a data file.
@@ -293,7 +299,7 @@ def num_call_arguments(hint: Any) -> int:
 
 
 def named_classes(hint: Any) -> list[type]:
-    """Classes that a key accepts: the classes of its type and all subclasses, with those of this package first."""
+    """Return the classes that a key accepts, including all subclasses, with the classes of this package first."""
 
     def below(kind: type) -> Iterator[type]:
         yield kind

@@ -1,6 +1,6 @@
-"""Explain in one line why a setting was refused: file, key, value, and what is allowed.
+"""Explain in one line why a setting was refused, with its file, key and value, and with the values that are allowed.
 
-The parser itself prints sixty lines of usage, and then lists one problem for each type that the value may have. This
+The parser itself prints sixty lines of usage, and then lists one problem for each type that the value can have. This
 module extracts key and value from the parser's message, and finds the file or flag that contains this key and value.
 """
 
@@ -243,7 +243,7 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 
 def beside_class_path(problem: Problem, sources: Iterable[Source]) -> str | None:
-    """Error message for a mapping with unknown keys next to `class_path`; such keys belong in `init_args`."""
+    """Error message for a mapping with unknown keys next to `class_path`. These keys belong in `init_args`."""
     # The form of the parser's message depends on the types that the key accepts, so the settings are examined instead.
     for place in places(sources, problem.names[:1]):
         for key, value in leaves(place.value, place.key):
@@ -317,7 +317,10 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
 
 
 def name_of_fragment(key: str, name: str) -> str | None:
-    """Error message if an objective is given by the name of a recipe of the folder `objectives`; else None."""
+    """Error message if an objective is given by the name of a recipe of the folder `objectives`.
+
+    The result is None for any other value.
+    """
     is_objective = key.removesuffix(".class_path") == "model.objective"
     if not is_objective or (fragment := find_fragment("objectives", name)) is None:
         return None
@@ -426,7 +429,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
 
 
 def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> str:
-    """Error message for missing required arguments of an object: `owner` names its key and its class.
+    """Error message for missing required arguments of an object. `owner` names the key and the class of the object.
 
     If `owner` names a function, the message shows how to give the function itself as the value, without a call.
     """
@@ -454,7 +457,7 @@ def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Sourc
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag `--key.name` if `key` takes one value of any type; the parser accepts such flags."""
+    """Error message for a flag `--key.name` if `key` takes one value of any type. The parser accepts these flags."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])

@@ -1,4 +1,4 @@
-"""Short messages for errors in configuration and data; programming errors keep their traceback."""
+"""Short messages for errors in configuration and data. Programming errors keep their traceback."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def is_quoted(cause: BaseException, error: BaseException) -> bool:
 
 
 def lines(error: BaseException) -> list[str]:
-    """Format an error: message, cause with its location, and how to see the traceback."""
+    """Format an error as lines with its message, its cause and location, and a way to see the traceback."""
     message = [f"error: {error}"]
     if isinstance(error, ConfigurationError) or plain_refusal(error) is not None:
         return message

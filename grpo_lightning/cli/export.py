@@ -68,7 +68,7 @@ def run(args: list[str]) -> None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the newest complete checkpoint if `path` is the folder of a run; else `path` itself.
+    """Return the newest complete checkpoint if `path` is the folder of a run. If not, return `path` itself.
 
     The folder is `runs/<run name>/version_<N>`, or `runs/<run name>` for the newest checkpoint of all versions.
 

@@ -1,8 +1,8 @@
 """Help of each command on one screen, without importing torch.
 
 `fit --help` shows the settings that most runs set, by group. Their names, defaults and descriptions are read from the
-signatures and docstrings in the source files. `fit --help-all` shows every setting; that text is formatted by
-`cli.app`.
+signatures and docstrings in the source files. `fit --help-all` shows every setting. The text of `--help-all` is
+formatted by `cli.app`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ GROUPS = {
 
 
 def command_parser(command: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Make the argument parser of a command; its help ends with examples.
+    """Make the argument parser of a command. The help of the command ends with examples.
 
     Args:
         command: "export", "recipes copy", ...
@@ -229,14 +229,14 @@ def short_help(command: str, module_class: type | None = None) -> str:
 
 
 def heading(group: Group, settings: dict[str, Settings], width: int) -> str:
-    """Heading of a group: the key, and a description of the settings below the key."""
+    """Heading of a group, with its key and a description of the settings below this key."""
     name = group.key.partition(".")[2]
     text = group.title or (settings[MODULE].by_name[name].text if name else settings[group.path].summary)
     return f"{emphasize(group.key)}  {brief(text, width - len(group.key) - 2)}"
 
 
 def row(setting: Setting, text: str, column: int, width: int) -> str:
-    """Row of a setting: name, default and description."""
+    """Row of a setting, with its name, default and description."""
     default = "required" if setting.default is None else setting.default
     return f"  {setting.name:{column}}{default:10}{brief(text, width - column - 12)}".rstrip()
 
@@ -259,7 +259,10 @@ def first_sentence(text: str) -> str:
 
 
 def brief(text: str, width: int) -> str:
-    """First sentence of a description; if it is too long, its first clauses, or its first words and "..."."""
+    """Return the first sentence of a description.
+
+    If this sentence is too long, return its first clauses. If these are too long too, return its first words and "...".
+    """
     sentence = first_sentence(text)
     if len(sentence) <= width:
         return sentence
@@ -270,7 +273,10 @@ def brief(text: str, width: int) -> str:
 
 
 def emphasize(text: str) -> str:
-    """Bold text in a terminal; plain text in a file, in a terminal without bold type, and if NO_COLOR is set."""
+    """Make text bold in a terminal.
+
+    The text stays plain in a file, in a terminal without bold type, and if NO_COLOR is set.
+    """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if is_plain else f"\x1b[1m{text}\x1b[0m"
 
@@ -327,7 +333,7 @@ def source(module: str) -> str:
 
 
 def fields(owner: ast.ClassDef) -> Iterator[tuple[str, str | None, str]]:
-    """Name, default and description of the fields of a dataclass; the string below a field describes it."""
+    """Name, default and description of the fields of a dataclass. The string below a field is its description."""
     for part, below in zip(owner.body, [*owner.body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
@@ -346,7 +352,11 @@ def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, s
 
 
 def in_yaml(node: ast.expr) -> str:
-    """Format a default as in YAML: null, true, a number, a word or the name of a class; "" for anything else."""
+    """Format a default as in YAML.
+
+    The default can be null, a boolean, a number, a word, the name of a class, or an empty mapping or list. Any other
+    default becomes "".
+    """
     if isinstance(node, ast.Call):  # field(default_factory=dict)
         made = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "default_factory"]
         return {"dict": "{}", "list": "[]"}.get(made[0], "") if made else ""

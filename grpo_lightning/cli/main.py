@@ -1,4 +1,4 @@
-"""Entry point of the command line: `grpo-lightning fit --config recipes/quickstart.yaml`, and the other commands.
+"""Entry point of the command line, for example of `grpo-lightning fit --config recipes/quickstart.yaml`.
 
 torch and Lightning are imported only by the commands that need them.
 """
@@ -96,7 +96,7 @@ def log_versions() -> None:
 
 
 def help_text() -> str:
-    """Help text: usage, and one line per command."""
+    """Help text with the usage and one line per command."""
     commands = "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
     return (
         "usage: grpo-lightning COMMAND ...\n\n"
@@ -145,7 +145,7 @@ def find_own_modules() -> None:
 
 
 def entry_point() -> None:
-    """Console script `grpo-lightning`: calls `main` and ignores its result, which would become the exit code.
+    """Console script `grpo-lightning`. It calls `main`, but ignores the result, which would become the exit code.
 
     If the reader of the output has left (`grpo-lightning recipes list | head -1`), the script exits quietly with code
     141. This is the exit code of a program that SIGPIPE ends.

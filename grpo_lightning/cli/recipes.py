@@ -29,7 +29,7 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Names of all recipes ("quickstart", "objectives/dapo"); recipes in subfolders come last."""
+    """Names of all recipes ("quickstart", "objectives/dapo"). Recipes in subfolders come last."""
     root = folder()
     found = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
@@ -38,7 +38,7 @@ def names() -> list[str]:
 def find(name: str) -> Path | None:
     """Find the file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if unknown.
 
-    The folder of a recipe may be omitted ("rec_lora") if the name is unique.
+    The folder of a recipe can be omitted ("rec_lora") if the name is unique.
     """
     plain = re.sub(r"^(\./)?recipes/", "", name)
     plain = re.sub(r"\.ya?ml$", "", plain)
@@ -120,12 +120,12 @@ def run(args: list[str]) -> None:
 
 
 def is_fragment(path: Path) -> bool:
-    """True for a fragment: a recipe that has no data and changes another recipe."""
+    """True for a fragment, that is, a recipe that has no data and changes another recipe."""
     return "\ndata:" not in path.read_text(encoding="utf-8")
 
 
 def list_all() -> None:
-    """Print two lines per recipe: its name, and the first sentence about what it shows."""
+    """Print the name of each recipe and, on the next line, the first sentence about what the recipe shows."""
     for name in names():
         print(name)
         print(f"    {first_sentence(header(recipe_path(name)).get('Shows', ''))}")
@@ -136,7 +136,7 @@ def list_all() -> None:
 
 
 def first_sentence(text: str) -> str:
-    """First sentence of a text; abbreviations ("Dr." at the beginning, "et al.") do not end it."""
+    """First sentence of a text. A full stop in the first 20 characters, or in "et al.", does not end it."""
     match = re.match(r".{20,}?(?<!et al)\.(?= |$)", text)
     return match[0] if match else text
 

@@ -1,4 +1,4 @@
-"""One run, one folder: `runs/<run name>/version_<N>/` with metrics, completions, pictures, settings and checkpoints.
+"""Folder of a run, `runs/<run name>/version_<N>/`, for metrics, completions, pictures, settings and checkpoints.
 
 The run name is `--run_name`, or by default the name of the first recipe. Every run gets a new folder, with the next
 free version number. Only a run that resumes with `--ckpt_path auto`, as a requeued SLURM job does by default, continues
@@ -55,7 +55,7 @@ FILE_LOGGERS = METRICS_LOGGERS | {"TensorBoardLogger"}
 
 
 def run_name(given: str | float | None, config_files: Sequence[Path]) -> str:
-    """Name of the run: `given`, or the name of the first recipe, or "run".
+    """Name of the run. If `given` is not set, it is the name of the first recipe, or "run" without a recipe.
 
     In the name of a recipe, characters that are not valid in the name of a run are replaced by "-".
 
@@ -159,11 +159,11 @@ def default_loggers() -> list[dict[str, Any]]:
 def place(trainer: Namespace, folder: Path) -> None:
     """Make the Trainer and its loggers write into the run's folder.
 
-    A logger for which the recipe sets a name or a folder may write elsewhere (`place_logger`). If loggers are set but
-    none writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first logger,
-    and callbacks write their files there. So a logger that writes into the run's folder is moved to the front. If there
-    is no such logger, another logger that writes files is moved to the front. A W&B logger must not be the first:
-    Lightning would use the id of the W&B run as the name of the checkpoints' folder.
+    If the recipe sets a name or a folder for a logger, the logger can write elsewhere (`place_logger`). If loggers are
+    set but none of them writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of
+    the first logger, and callbacks write their files there. So a logger that writes into the run's folder is moved to
+    the front. If there is no such logger, another logger that writes files is moved to the front. A W&B logger must not
+    be the first, because Lightning would use the id of the W&B run as the name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -212,7 +212,7 @@ def place_logger(logger: Namespace, folder: Path) -> None:
 
 
 class MetricsLogger(CSVLogger):
-    """Writes `metrics.csv`: one row per call of `log_metrics`.
+    """Writes the file `metrics.csv`. Each call of `log_metrics` adds one row.
 
     By default, each row is written immediately, so that a killed run loses no rows.
 
@@ -222,7 +222,7 @@ class MetricsLogger(CSVLogger):
             name and version of its run.
         version: Version of the run. If only `name` is set, the version is the next free number.
         prefix: Prefix of every metric name.
-        flush_logs_every_n_steps: Write the rows every n steps; with more than 1, a killed run loses the rows that are
+        flush_logs_every_n_steps: Write the rows every n steps. If n is above 1, a killed run loses the rows that are
             not yet written.
     """
 
@@ -246,7 +246,7 @@ class MetricsLogger(CSVLogger):
 
 
 class MetricsWriter(ExperimentWriter):
-    """Continues an existing metrics.csv from the step at which a run resumes; Lightning's writer deletes the file."""
+    """Continues an existing metrics.csv at the step at which a run resumes. Lightning's writer would delete it."""
 
     def __init__(self, log_dir: str) -> None:
         self.is_resumed = False
@@ -363,11 +363,11 @@ def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
     """Default checkpoint callbacks of `fit`, in addition to the recipe's own callbacks (`own`).
 
     By default, two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was
-    saved during an epoch. Checkpoints are saved during an epoch because an epoch may take days. If the recipe has
-    checkpoint callbacks, these two checkpoints are not kept. If all these callbacks keep only the best checkpoints,
-    however, the newest checkpoint during an epoch is still kept: without this checkpoint, a run that is killed long
-    after its best step would lose all steps since then. `OnExceptionCheckpoint` does not count as a checkpoint
-    callback, because it saves nothing in a run without errors.
+    saved during an epoch. Checkpoints are saved during an epoch because an epoch can take days. If the recipe has
+    checkpoint callbacks, these two checkpoints are not kept. But if all these callbacks keep only the best checkpoints,
+    the newest checkpoint during an epoch is still kept. Without this checkpoint, a run that is killed long after its
+    best step would lose all steps since then. `OnExceptionCheckpoint` does not count as a checkpoint callback, because
+    it saves nothing in a run without errors.
 
     If the recipe has a `ModelCheckpoint` of its own, a `LastCheckpoint` also saves the last step of a run. With
     `NewestCheckpoints`, no `LastCheckpoint` is needed.
@@ -394,11 +394,13 @@ def keeps_only_best(callback: ModelCheckpoint) -> bool:
 
 
 def print_results(metrics: Mapping[str, float], console: Console | None = None) -> None:
-    """Print the table of `validate` and `test`: one row per metric, one column each for sampled and greedy completions.
+    """Print the table of `validate` and `test`.
+
+    The table has one row per metric, and one column each for sampled and greedy completions.
 
     Args:
-        metrics: Values by log key: `val/reward`, `val/greedy/avg@1/low`; with several loaders, `val/loader_0/...`. The
-            bounds of a confidence interval are printed next to their metric.
+        metrics: Values by log key, for example `val/reward` and `val/greedy/avg@1/low`. With several loaders, a key is
+            for example `val/loader_0/reward`. The bounds of a confidence interval are printed next to their metric.
         console: Console that prints the table; None prints to stdout.
     """
     # The stage ("val", "test") is the title of the column; the names of several loaders stay in the rows.

@@ -38,7 +38,7 @@ class Source:
 
 
 def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Iterate over `--flag=value` and `--flag value` as (position, flag, value); the value is "" if missing."""
+    """Iterate over `--flag=value` and `--flag value` as (position, flag, value). If the value is missing, it is ""."""
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         if not flag.startswith("-"):
@@ -139,7 +139,7 @@ def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Sour
 
     Args:
         args: Command line.
-        settings_flags: Flags whose value may be a file of settings.
+        settings_flags: Flags that accept a file of settings as their value.
 
     Raises:
         ConfigurationError: If a file is empty or is not a YAML mapping, or contains a key twice. For invalid YAML, the
@@ -182,7 +182,7 @@ def is_settings_file(value: str) -> bool:
 
 
 def load_settings(value: str) -> Any:
-    """If the value of a flag is the path of a YAML or JSON file, load this file; otherwise, load the value as YAML.
+    """If the value of a flag is the path of a YAML or JSON file, load this file. If not, load the value as YAML.
 
     Raises:
         ConfigurationError: For the same reasons as in `load`.
@@ -197,7 +197,7 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
 
     If `is_strict` is false, text that is not valid YAML is returned unchanged. Duplicate keys are refused only if the
     text is meant as settings, that is, if `is_strict` is true or the text begins with a bracket or brace. Other text
-    may be YAML by accident ("Rule: ...").
+    can be YAML by accident ("Rule: ...").
 
     Raises:
         ConfigurationError: If `is_strict` is true and the text is not valid YAML. The message names file, line and
@@ -237,7 +237,7 @@ def with_origin(message: str, sources: Iterable[Source]) -> str:
 
 
 def holds(tree: Any, keys: Sequence[str]) -> bool:
-    """True if nested settings have a value at a dotted key; `init_args` may be omitted from the key."""
+    """True if nested settings have a value at a dotted key. The key need not contain `init_args`."""
     if not keys:
         return True
     if not isinstance(tree, Mapping):

@@ -1,4 +1,4 @@
-"""Calls in daemon threads: a call that hangs does not keep the process alive."""
+"""Calls in daemon threads, so that a call that hangs does not keep the process alive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 def in_background(call: Callable[[], T]) -> Future[T]:
     """Call a function in a separate daemon thread.
 
-    The threads of a `ThreadPoolExecutor` are not daemons: the process waits for them before it ends, even after Ctrl-C.
+    A `ThreadPoolExecutor` is not used, because its threads are not daemons. The process would wait for them before it
+    ends, even after Ctrl-C.
 
     Returns:
         The future of the call. If the call fails, the future's method `result` raises the error of the call, with the

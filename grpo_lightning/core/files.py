@@ -21,19 +21,20 @@ If a folder is not empty, and does not contain this file, `put_whole` refuses to
 def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) -> bool:
     """Create a folder atomically, replacing an earlier version that was made from other inputs.
 
-    An existing folder that was made from the same inputs is left untouched, because a run may be reading it.
+    An existing folder that was made from the same inputs is left untouched, because a run can be reading it.
 
     Args:
         folder: Folder to create.
         fingerprint: Content of the folder's `recipe.json`. The content identifies the inputs that the folder is made
             from.
-        fill: Called with an empty folder to fill; `recipe.json` is written afterwards.
+        fill: Function that is called with an empty folder and fills it. The file `recipe.json` is written afterwards.
 
     Returns:
         True if the folder was created. False if it already existed and was made from the same inputs.
 
     Raises:
-        ValueError: If the folder is not empty, but has no `recipe.json`: this function has not created the folder.
+        ValueError: If this function did not create the folder, that is, if the folder is not empty and has no
+            `recipe.json`.
     """
     if is_whole(folder, fingerprint):
         return False
@@ -65,7 +66,7 @@ def is_whole(folder: Path, fingerprint: str) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Write a file atomically: yield a temporary path next to the file, and replace the file at the end.
+    """Write a file atomically. The context yields a temporary path next to the file, and replaces the file at the end.
 
     Readers see either the old file or the new file, even if the run is killed. After an error the old file stays.
     """
@@ -81,8 +82,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def set_default_modes(folder: Path) -> None:
     """Give a folder, and all folders and files below it, the modes that the umask gives to new folders and files.
 
-    Without this call, only the owner could read some of the files and folders. For example, safetensors writes weights
-    to a temporary file, which has mode 600, and then renames this file; a temporary folder has mode 700.
+    Without this call, only the owner could read some of the files and folders. For example, a temporary folder has mode
+    700. In addition, safetensors writes weights to a temporary file with mode 600, and then renames this file.
     """
     new_file, new_folder = folder / ".mode", folder / ".modes"
     new_file.touch()  # os.umask can read the umask only by changing it, also for other threads
@@ -95,25 +96,28 @@ def set_default_modes(folder: Path) -> None:
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
-    """Folder for a run's files: `dirpath`, or else the Trainer's `log_dir`, or else its `default_root_dir`.
+    """Folder for a run's files.
 
-    Collective: every rank must call this. Lightning broadcasts `log_dir`: if only some ranks read `log_dir`, these
+    The folder is `dirpath` if it is set. If not, the folder is the Trainer's `log_dir`, and if that is not set either,
+    the Trainer's `default_root_dir`.
+
+    Collective: every rank must call this. Lightning broadcasts `log_dir`, so if only some ranks read `log_dir`, these
     ranks wait forever.
     """
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir).expanduser()
 
 
 def is_writing(trainer: Any, dirpath: str | None) -> bool:
-    """True if a callback may write its files; False in a `fast_dev_run` without `dirpath`.
+    """True if a callback is allowed to write its files. It is False in a `fast_dev_run` without `dirpath`.
 
-    In a `fast_dev_run`, Lightning writes nothing, and `run_folder` is the current folder, which may contain the user's
-    own files.
+    In a `fast_dev_run`, Lightning writes nothing, and `run_folder` is the current folder. This folder can contain the
+    user's own files.
     """
     return dirpath is not None or not trainer.fast_dev_run
 
 
 def run_file(trainer: Any, dirpath: str | None, name: str) -> Path:
-    """Path of a file in the run's folder. Every rank must call this function; rank 0 creates the folder."""
+    """Path of a file in the run's folder. Every rank must call this function, and rank 0 creates the folder."""
     folder = run_folder(trainer, dirpath)
     if trainer.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,12 +132,15 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Format a record as one line of JSON: tensors as lists, nan and infinity as null, other objects by their `str`."""
+    """Format a record as one line of JSON.
+
+    Tensors become lists, nan and infinity become null, and an object of a type that JSON lacks becomes its `str`.
+    """
     return json.dumps(plain(record), ensure_ascii=False, default=str)
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: tensors and arrays to lists, nan and infinity to None."""
+    """Convert a value to JSON types. Tensors and arrays become lists, and nan and infinity become None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

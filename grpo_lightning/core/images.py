@@ -66,9 +66,9 @@ class ImageRef:
     """True if `copy_in_memory` has made the source: a PNG file in memory, upright and in RGB."""
 
     def read(self) -> Image:
-        """Read the image: RGB, upright, transparency replaced by white.
+        """Read the image, turn it upright, convert it to RGB, and replace transparency by white.
 
-        Copy the returned image before drawing on it: other prompts may share the same object.
+        Copy the returned image before you draw on it, because other prompts can share the same object.
 
         Raises:
             ImageError: If the image cannot be read.
@@ -108,7 +108,7 @@ class ImageRef:
         return size
 
     def copy_in_memory(self) -> ImageRef:
-        """Copy the image, as it is now, to a PNG file in memory; return a reference to the copy. Raises: ImageError.
+        """Copy the image, as it is now, to a PNG file in memory. Returns: a reference to the copy. Raises: ImageError.
 
         If this reference already refers to such a copy (`is_copy`), the method returns this reference.
         """
@@ -132,7 +132,7 @@ class ImageRef:
 
     @property
     def key(self) -> Hashable:
-        """Key of the image's source: equal for all references to the same file or dataset cell."""
+        """Key of the image's source. All references to the same file or dataset cell have the same key."""
         if isinstance(self.source, Path) or callable(self.source):
             source: Hashable = self.source
             return source
@@ -140,7 +140,7 @@ class ImageRef:
 
     @property
     def name(self) -> str:
-        """The image's name in messages: a file's path, or a description of other sources."""
+        """The image's name in messages. It is the path of a file, or a description of any other source."""
         if isinstance(self.source, bytes):
             return f"of {len(self.source)} bytes"
         if isinstance(self.source, Path) or callable(self.source):
@@ -250,7 +250,7 @@ def _orientation(image: Image) -> int:
 
 
 def _rgb(image: Image) -> Image:
-    """Convert to RGB: transparency becomes white, 16-bit gray becomes 8-bit."""
+    """Convert an image to RGB. Transparency becomes white, and 16-bit gray becomes 8-bit."""
     from PIL import Image
 
     if image.mode.startswith("I"):  # convert("RGB") would clip all but the darkest values to white

@@ -22,7 +22,7 @@ def import_object(path: str) -> Any:
 
 
 def import_path_problem(path: str) -> str | None:
-    """Reason why an import path is invalid: missing module, import error, or missing name; None if it is valid."""
+    """Describe why an import path is invalid, for example because a module is missing. Return None if it is valid."""
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)

@@ -1,4 +1,4 @@
-"""Log messages: show them by default, filter other packages' noise, and format lists, suggestions and progress."""
+"""Log messages: handler, filters of other packages' noise, and formats of lists, suggestions and progress."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ LINE_SECONDS = 60.0
 
 
 def redraws(stream: Any) -> bool:
-    """True if a line can be updated in place: in a terminal or a notebook, but not in a file, nor with TERM=dumb."""
+    """True if a line can be updated in place, that is, in a notebook, and in a terminal unless TERM is dumb."""
     stream = unwrap(stream)
     if stream.isatty():
         return os.environ.get("TERM") != "dumb"
@@ -75,7 +75,7 @@ def redraws(stream: Any) -> bool:
 
 
 def unwrap(stream: Any) -> Any:
-    """The original stream of a proxy: while a `StatusLine` is on the screen, proxies replace stdout and stderr."""
+    """The original stream of a proxy. Proxies replace stdout and stderr while a `StatusLine` is on the screen."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
@@ -105,7 +105,7 @@ class Lines:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        """Print a refresh without tqdm's carriage return at the start; skip the empty line after the last refresh."""
+        """Print a refresh without tqdm's carriage return at the start. Skip the empty line after the last refresh."""
         if line := text.strip("\r\n "):
             getattr(sys, self.stream).write(f"{line}\n")
 
@@ -125,7 +125,7 @@ class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic onl
 
 
 class Wrapped(logging.Formatter):
-    """Breaks long messages between words if they are printed in a terminal; paths stay whole."""
+    """Breaks long messages between words if they are printed in a terminal. Paths stay whole."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
@@ -144,7 +144,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records that match `NOISE`: such records repeat messages of this package, or do not concern the run."""
+    """Drops log records that match `NOISE`, because they repeat messages of this package or do not concern the run."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
@@ -184,9 +184,9 @@ def show_messages() -> None:
 
 
 def quiet_libraries(*, has_validation: bool) -> None:
-    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes; other warnings stay.
+    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes. Other warnings stay.
 
-    Only the command line calls this: in other programs, the application decides what is shown.
+    Only the command line calls this function, because in other programs, the application decides what is shown.
 
     Args:
         has_validation: False if the recipe has no validation data. Warnings about missing validation are then silenced.
@@ -210,7 +210,10 @@ def quiet_loggers() -> None:
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """At most `n` known names for a misspelled name: names that differ only in case, else the most similar names."""
+    """Return at most `n` known names for a misspelled name.
+
+    If known names differ from the misspelled name only in case, return these. If not, return the most similar names.
+    """
     names = list(known)
     same = [other for other in names if other.casefold() == name.casefold()]
     return same[:n] or difflib.get_close_matches(name, names, n=n, cutoff=cutoff)
@@ -223,7 +226,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def similar_file(path: Path, suffixes: Sequence[str]) -> str:
-    """Suggest a file in the folder of a missing file: the one with the most similar name; "" if no name is close."""
+    """Suggest the most similar file name in the folder of a missing file. Return "" if no name is close."""
     names = sorted(other.name for other in path.parent.glob("*") if other.suffix.lower() in suffixes)
     close = nearest(path.name, names, n=1)
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
@@ -234,7 +237,7 @@ MAX_NAMED = 20
 
 
 def bullet_list(problems: Sequence[str]) -> str:
-    """Format problems as a bullet list: the first `MAX_NAMED`, and the number of the others."""
+    """Format problems as a bullet list. It has the first `MAX_NAMED` problems, and the number of the others."""
     lines = [f"- {problem}" for problem in problems[:MAX_NAMED]]
     if len(problems) > MAX_NAMED:
         lines.append(f"- and {len(problems) - MAX_NAMED} more.")

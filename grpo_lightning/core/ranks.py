@@ -1,7 +1,7 @@
 """Collectives, which are no-ops in single-process runs, and the classes `Lockstep` and `Teams`.
 
 `Lockstep` makes all ranks run the policy equally often while the policy's weights are sharded. `Teams` divides the
-ranks into teams; the ranks of a team share the completions of a prompt.
+ranks into teams. The ranks of a team share the completions of a prompt.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
 ranks of the team. The run hangs if one rank skips a call that the others make, for example because each rank decides
@@ -40,12 +40,12 @@ def is_distributed() -> bool:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Elementwise sum over ranks; the shape must be the same on every rank."""
+    """Elementwise sum over ranks. The shape must be the same on every rank."""
     return _all_reduce(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """Elementwise maximum over ranks; the shape must be the same on every rank."""
+    """Elementwise maximum over ranks. The shape must be the same on every rank."""
     return _all_reduce(values, dist.ReduceOp.MAX)
 
 
@@ -55,7 +55,7 @@ def any_over_ranks(flag: bool) -> bool:  # noqa: FBT001 - a question about one t
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Gather a value from every rank, ordered by rank. Values are pickled: keep them small."""
+    """Gather a value from every rank, ordered by rank. Values are pickled, so keep them small."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -64,7 +64,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:
-    """Gather one tensor per rank, in the order of the ranks. The tensors may differ in their first dimension.
+    """Gather one tensor per rank, in the order of the ranks. The tensors can differ in their first dimension.
 
     Args:
         rows: [M, ...] on any device.
@@ -83,9 +83,9 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 
 
 def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
-    """Take items from the parts in turn (round-robin); a part that has run out of items is skipped.
+    """Take items from the parts in turn (round-robin). A part that has run out of items is skipped.
 
-    Prompts go round-robin to the ranks: prompt i of rank r has index `i * world_size + r` among all prompts. Suppose
+    Prompts go round-robin to the ranks, so prompt i of rank r has index `i * world_size + r` among all prompts. Suppose
     that each rank has a list with one item for each of its prompts. `gather_objects` gathers the lists, and this
     function merges the lists into one list in the order of the prompts. If ranks share groups, prompts go round-robin
     to the teams (`Teams`). The list of a team's first member then has the items of the team's prompts, and the lists of
@@ -96,7 +96,7 @@ def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
 
 
 def _all_reduce(values: Tensor, operation: Any) -> Tensor:
-    """All-reduce on a device that the process group supports; the result is on the device of `values`."""
+    """All-reduce on a device that the process group supports. The result is on the device of `values`."""
     if world_size() == 1:
         return values
     # A copy, because all_reduce works in place.
@@ -117,7 +117,9 @@ def _is_cuda_only() -> bool:
 
 
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
-    """The part of a prompt's G completions that one rank of a team samples and trains on: every R-th one (see `Teams`).
+    """The part of a prompt's G completions that one rank of a team samples and trains on.
+
+    The part has every R-th completion (see `Teams`).
 
     The parts of a team's members differ in size by at most one. Consecutive completions belong to different members.
     If a rollout has fewer groups than updates, an update trains on only some consecutive completions of a group
@@ -125,7 +127,7 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
 
     Args:
         num_generations: G.
-        member: Index of the rank in its team, from 0 to R - 1; also the index of its first completion.
+        member: Index of the rank in its team, from 0 to R - 1. It is also the index of the rank's first completion.
         ranks_per_group: R, the number of ranks in the team.
 
     Returns:
@@ -150,7 +152,9 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Return the number of waves to run: the maximum of `own` over all ranks; without lockstep, this rank's `own`.
+        """Return the number of waves to run.
+
+        With lockstep, it is the maximum of `own` over all ranks. Without lockstep, it is this rank's `own`.
 
         A wave is a set of prompts that are decoded together. A rank with fewer waves than the maximum first runs its
         own waves. Then it runs dummy rows, so that it takes part in the forward calls of the other ranks.
@@ -161,7 +165,7 @@ class Lockstep:
         return int(max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
     def union(self, own: Sequence[int]) -> set[int]:
-        """The union of `own` over all ranks; without lockstep, the set of this rank's `own` numbers."""
+        """The union of `own` over all ranks. Without lockstep, it is the set of this rank's `own` numbers."""
         return set().union(*gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
@@ -223,7 +227,7 @@ class Teams:
         return self.ranks_per_group > 1
 
     def indices(self, count: int) -> list[int]:
-        """Indices of this team's `count` prompts among the prompts of all teams; prompts go round-robin to teams."""
+        """Indices of this team's `count` prompts among the prompts of all teams. Prompts go round-robin to teams."""
         return [self.team + i * self.num_teams for i in range(count)]
 
     def part(self, num_generations: int, member: int | None = None) -> range:
@@ -250,7 +254,7 @@ class Teams:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """Gather the values of all members on the first member; the others get an empty list.
+        """Gather the values of all members on the first member. The other members get an empty list.
 
         Collective: every member of the team must call this.
         """
@@ -300,8 +304,8 @@ class Teams:
         """The process group of this rank's team.
 
         The first access is collective: all ranks must make it, because each rank creates the groups of all teams. The
-        collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because
-        waiting for a member of the team may take as much time as waiting for any other rank.
+        collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because waiting
+        for a member of the team can take as much time as waiting for any other rank.
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

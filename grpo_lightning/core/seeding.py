@@ -1,4 +1,4 @@
-"""Seeds: every random choice is derived from the run's seed and a name for its purpose, never from global state.
+"""Seeds. Every random choice is derived from the run's seed and a name for its purpose, never from global state.
 
 A resumed run therefore samples what the uninterrupted run would have sampled, and no random state has to be saved.
 """
@@ -10,7 +10,10 @@ import os
 
 
 def run_seed(seed: int | None) -> int:
-    """`seed`; if None, the seed of `lightning.seed_everything` (CLI: `--seed_everything`); 0 if neither is set."""
+    """Return `seed`, or the default seed if `seed` is None.
+
+    The default is the seed of `lightning.seed_everything` (CLI: `--seed_everything`). If that is not set, it is 0.
+    """
     return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
 
 

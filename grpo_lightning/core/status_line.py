@@ -1,4 +1,4 @@
-"""A status line: one line that is updated in place in a terminal, and printed once a minute in a log file."""
+"""A status line, which is updated in place in a terminal, and printed once a minute in a log file."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class StatusLine:
         self.next_time = 0.0
 
     def show(self, render: Render, *, is_due: bool = False) -> None:
-        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago (in a file: less than a minute ago).
+        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago. In a file, the limit is a minute.
 
         Args:
             render: Formats the line. `show` calls the function if the line is shown now. In a terminal, the function is
                 called again whenever the line is shown again, for example after other output was printed above the
-                line. `close` may call the function that the last call of `show` got.
+                line. `close` can call the function that the last call of `show` got.
             is_due: True shows the line in a terminal, no matter when the line was last shown. In a file, `is_due` has
                 no effect.
         """

@@ -86,18 +86,18 @@ class Prompt:
 
     @property
     def key(self) -> int | str:
-        """Identifier of the prompt in a resumed run: its index, or its content if the index is unknown."""
+        """Identifier of the prompt in a resumed run. It is the index, or if that is unknown, the content."""
         return self.index if self.index >= 0 else str(self.content)
 
     @property
     def label(self) -> str:
-        """The prompt's name in messages: file and line, or else source and index."""
+        """The prompt's name in messages. It has file and line, or if these are unknown, source and index."""
         return self.where or (f"{self.source}, prompt {self.index}" if self.source else f"prompt {self.index}")
 
 
 @dataclass
 class Turn:
-    """A part of the completion of a conversation: what the policy wrote, or what its environment answered."""
+    """A part of the completion of a conversation, written by the policy or by its environment."""
 
     role: str
     """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. The role
@@ -215,7 +215,7 @@ class Completion:
 
 @dataclass
 class Group:
-    """A prompt and its G completions; GRPO compares their rewards with each other."""
+    """A prompt and its G completions. GRPO compares the rewards of these completions with each other."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -242,7 +242,7 @@ class Group:
 class MicroBatch:
     """Padded prompts and completions of one micro-step.
 
-    Here N and B are the numbers of prompts and completions in the micro-batch. The micro-batch may have only some of
+    Here N and B are the numbers of prompts and completions in the micro-batch. The micro-batch can have only some of
     the G completions of a prompt.
     """
 
@@ -262,7 +262,7 @@ class MicroBatch:
     """[B, T] bool, True at real tokens."""
 
     completion_mask: Tensor
-    """[B, T] bool, True where a token is trained on; may have gaps."""
+    """[B, T] bool, True where a token is trained on. There can be gaps between trained tokens."""
 
     advantages: Tensor
     """[B] float32."""
@@ -507,16 +507,16 @@ class VisionInputs:
     blank: Mapping[str, Tensor] | None = None
     """Processor tensors of a small blank image, for forward passes over prompts without images: the vision tower runs
     on the blank image, and the resulting features are discarded. The blank image is needed if all ranks must run the
-    tower, because the tower's weights are sharded or their gradients are averaged. None if the tower may be skipped."""
+    tower, because the tower's weights are sharded or their gradients are averaged. None if the tower can be skipped."""
 
     def select(self, prompts: Sequence[int]) -> VisionInputs:
-        """Select prompts by index; indices may repeat."""
+        """Select prompts by index. The same index can occur several times."""
         return replace(self, prompts=[self.prompts[number] for number in prompts])
 
 
 @dataclass
 class ObservedImages:
-    """An observation with images in a completion: the tokens from `start` to `end`."""
+    """An observation that contains images. It has the tokens of a completion from `start` to `end`."""
 
     start: int
     end: int

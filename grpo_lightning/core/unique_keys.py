@@ -1,4 +1,7 @@
-"""YAML loader that refuses duplicate keys (e.g. a block pasted twice); plain YAML silently uses the last value."""
+"""YAML loader that refuses duplicate keys, for example the keys of a block that was pasted twice.
+
+Plain YAML silently uses the last value.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import yaml
 
 MERGE = "tag:yaml.org,2002:merge"
-"""YAML tag of the merge key `<<` (as in `<<: *block`); a block may override the keys that it merges in."""
+"""YAML tag of the merge key `<<` (as in `<<: *block`). A block can override the keys that it merges in."""
 
 
 class DuplicateKeyError(ValueError):
@@ -18,7 +21,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Build a mapping. Raises: DuplicateKeyError if a key occurs twice; `load` adds the name of the text."""
+        """Build a mapping. Raises: DuplicateKeyError if a key occurs twice. `load` adds the text's name."""
         seen: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
@@ -38,7 +41,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load(text: str, name: str) -> Any:
-    """Load YAML; `name` identifies the text in errors.
+    """Load YAML. `name` identifies the text in errors.
 
     Raises:
         DuplicateKeyError: If a key occurs twice; the message names both lines.

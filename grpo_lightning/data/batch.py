@@ -36,7 +36,7 @@ class PromptBatch:
         return len(self.prompts)
 
     def to(self, device: torch.device | str) -> PromptBatch:
-        """Return the batch itself: prompts become tensors only after tokenization."""
+        """Return the batch itself, because prompts become tensors only after tokenization."""
         return self
 
 
@@ -44,9 +44,9 @@ class LaterBatch(PromptBatch):
     """A batch whose prompts are taken from the dataset of a `PromptSource` only when they are first used.
 
     If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
-    the next batch are not known at that time, because dynamic sampling may still take further prompts for the current
-    rollout (`PromptSource.more`). In addition, a checkpoint saved at that time must not count the prompts of the next
-    batch as used.
+    the next batch are not known at that time, because dynamic sampling possibly still takes further prompts for the
+    current rollout (`PromptSource.more`). In addition, a checkpoint saved at that time must not count the prompts of
+    the next batch as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
@@ -112,11 +112,11 @@ WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `co
 
 
 def as_prompt_batch(batch: Any) -> PromptBatch:
-    """Convert a batch of any dataloader to a `PromptBatch`; a `PromptBatch` is returned unchanged.
+    """Convert a batch of any dataloader to a `PromptBatch`. A `PromptBatch` is returned unchanged.
 
-    The batch may be a list of prompts, texts or rows. It may also be a mapping of columns, which torch's default
-    collate function makes from rows. The positions of texts and rows in the dataset are not known, so their prompts
-    have no index.
+    The batch can be a list of prompts, texts or rows. It can also be a mapping of columns. Torch's default collate
+    function makes such a mapping from rows. The positions of texts and rows in the dataset are not known, so their
+    prompts have no index.
 
     Raises:
         TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns, and for the same reasons as in

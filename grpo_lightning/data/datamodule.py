@@ -54,8 +54,8 @@ class PromptDataModule(L.LightningDataModule):
         question_template: Template for every question: a text with `{question}`, a file, or one of the names `tags`,
             `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` and `tags_number`.
         prompt_as: Form of prompts that are text. With "text", the text is tokenized as it is. With "chat", the text
-            becomes a user turn. "auto" is like "chat", with one exception: text from the column `prompt` is tokenized
-            as it is if the row has no images and there is no system prompt.
+            becomes a user turn. "auto" is like "chat", but text from the column `prompt` is tokenized as it is if the
+            row has no images and there is no system prompt.
         chat_template_kwargs: Keyword arguments for the chat template, for example `enable_thinking: false`.
         max_prompt_length: Maximum number of tokens of a prompt, including the chat template; null for no limit.
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
@@ -64,11 +64,11 @@ class PromptDataModule(L.LightningDataModule):
         num_workers: Number of threads that prepare images and rows. Before the run, these threads check images. While
             the policy trains, they decode the images of the next batch. For a stream, they convert rows to prompts in
             advance. The prompts do not depend on this number.
-        shuffle_buffer: Number of rows that a stream keeps in memory; the next row is sampled from these rows.
+        shuffle_buffer: Number of rows that a stream keeps in memory. The next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read;
-            the first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
+            before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read.
+            The first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder that contains the file `json_path`, or the folder that `dataset` names.
     """
@@ -145,7 +145,7 @@ class PromptDataModule(L.LightningDataModule):
                 download(entries)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data (only the first rows of a stream); an invalid row stops the run before weights are loaded.
+        """Read the data (only the first rows of a stream). An invalid row stops the run before weights are loaded.
 
         The data are read once. However, if `max_prompt_length` is set and the trainer gets a module with another
         policy, the data are read again, and tokens are counted with the tokenizer of this policy.
@@ -174,7 +174,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """Load the prompts of a mixture; if any entry is streaming, create a stream of all prompts of the mixture."""
+        """Load the prompts of a mixture. If any entry is streaming, create a stream of all prompts of the mixture."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(
@@ -200,7 +200,9 @@ class PromptDataModule(L.LightningDataModule):
         return stream
 
     def length_limit(self) -> LengthLimit | None:
-        """Create the length limit, which counts tokens with the policy's encoder; None without `max_prompt_length`.
+        """Create the length limit, or return None if `max_prompt_length` is not set.
+
+        The limit counts tokens with the policy's encoder.
 
         Raises:
             ValueError: If the data module has no trainer. It gets the policy's encoder through the trainer.
@@ -239,11 +241,11 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """A source that yields the validation prompts once, in their order; an empty list without validation."""
+        """A source that yields the validation prompts once, in their order, or an empty list if there are none."""
         return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:
-        """A source that yields the test prompts once; without `test_datasets`, the validation prompts."""
+        """A source that yields the test prompts once. Without `test_datasets`, it yields the validation prompts."""
         prompts = self.val_prompts if self.test_prompts is None else self.test_prompts
         assert prompts is not None  # checked by `setup`
         return self.once(prompts)
@@ -291,12 +293,12 @@ class PromptDataModule(L.LightningDataModule):
 
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts at random into training and validation prompts; both keep their order.
+    """Split prompts at random into training and validation prompts. Both keep their order.
 
     Args:
         prompts: All prompts.
         size: Number of validation prompts, or their share of all prompts (a float below 1; the number is rounded up).
-        seed: Seed of the split; the same on all ranks and in a resumed run.
+        seed: Seed of the split. It is the same on all ranks and in a resumed run.
 
     Returns:
         (training prompts, validation prompts), disjoint.

@@ -26,13 +26,13 @@ _ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percen
 
 
 def is_data_file(path: str | os.PathLike[str]) -> bool:
-    """True if a path has the suffix of a data file; the file need not exist."""
+    """True if a path has the suffix of a data file. The file need not exist."""
     return Path(path).suffix.lower() in DATA_FILES
 
 
 @dataclass
 class DatasetEntry:
-    """One dataset of a mixture: either a file (`json_path`), or a dataset of the library `datasets` (`dataset`)."""
+    """One dataset of a mixture, either a file (`json_path`), or a dataset of the library `datasets` (`dataset`)."""
 
     json_path: str | None = None
     """A UTF-8 file: `.jsonl` (one object per line), `.json` (a list of objects), `.csv` (with a header) or
@@ -123,19 +123,19 @@ class DatasetEntry:
 
     @property
     def source(self) -> str:
-        """The name in logs: `name`, by default the name of the file or dataset."""
+        """The name in logs. It is `name`, or by default, the name of the file or dataset."""
         path = Path(self.location.name)
         # A dot starts a file's suffix, but is part of a dataset's name (`NuminaMath-1.5`).
         return self.name or (path.stem if self.json_path is not None else path.name or path.resolve().name)
 
     @property
     def strategy(self) -> str:
-        """The sampling strategy: `random:N` if `dataset` is `name#N`, otherwise `sampling_strategy`."""
+        """The sampling strategy. If `dataset` is `name#N`, it is `random:N`. Otherwise, it is `sampling_strategy`."""
         num_rows = self.location.num_rows
         return self.sampling_strategy if num_rows is None else f"random:{num_rows}"
 
     def image_folder(self, run_root: str | None = None) -> Path | None:
-        """The base folder of relative image paths; None for the current folder.
+        """The base folder of relative image paths, or None for the current folder.
 
         Args:
             run_root: `image_root` of the data module, for entries without an `image_root` of their own.
@@ -168,7 +168,7 @@ class DatasetEntry:
 
     @classmethod
     def of(cls, item: Any, *, where: str) -> DatasetEntry:
-        """Create an entry from the path of a data file or from a mapping of fields; an entry is returned unchanged.
+        """Create an entry from the path of a data file or from a mapping of fields. An entry is returned unchanged.
 
         Raises:
             ValueError: If a string is not the path of a data file, a key is unknown, or a value has the wrong type. The
@@ -216,7 +216,7 @@ class Location:
 
 
 def parse_location(dataset: str) -> Location:
-    """Split `name:subset#1000` into its parts; the path of an existing file or folder is not split.
+    """Split `name:subset#1000` into its parts. The path of an existing file or folder is not split.
 
     Raises:
         ValueError: If `#` is not followed by a count.
@@ -269,7 +269,8 @@ def parse_strategy(strategy: str, *, name: str) -> Strategy:
     """Parse `all`, `first:N`, `end:N` or `random:N`.
 
     Args:
-        strategy: The text. N is an integer number of rows, or a percentage from 0% to 100%, which may have decimals.
+        strategy: The text. N is an integer number of rows, or a percentage from 0% to 100%. A percentage can have
+            decimals.
         name: Name of the entry, for error messages.
 
     Raises:
@@ -288,14 +289,14 @@ def parse_strategy(strategy: str, *, name: str) -> Strategy:
 def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]:
     """Select rows by a sampling strategy.
 
-    Random rows are sampled without replacement. They depend only on `seed`, `name` and `rows_count`; global random
+    Random rows are sampled without replacement. They depend only on `seed`, `name` and `rows_count`. Global random
     states are neither read nor changed. The rows of `random:10` are a subset of the rows of `random:20`.
 
     Args:
         rows_count: Number of rows available.
         strategy: See `parse_strategy`.
         seed: Seed of the random rows.
-        name: Name of the entry; entries with different names are sampled independently.
+        name: Name of the entry. Entries with different names are sampled independently.
 
     Returns:
         Positions of the selected rows, starting at 0, in ascending order. If the strategy requests more rows than there

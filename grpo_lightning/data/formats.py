@@ -1,6 +1,6 @@
-"""Row formats: find the column of a row that holds the prompt, and convert the row to a `Prompt`.
+"""Row formats: the columns that can hold the prompt of a row, and the conversion of the row to a `Prompt`.
 
-`PROMPT_COLUMNS` lists the columns that may hold the prompt, in order of precedence. If a row has several of these
+`PROMPT_COLUMNS` lists the columns that can hold the prompt, in order of precedence. If a row has several of these
 columns, the prompt is in the column that comes first in `PROMPT_COLUMNS`.
 """
 
@@ -36,7 +36,7 @@ PLACEHOLDERS = ("<ref-object>", "<bbox>")
 """Texts that ms-swift replaces by the names and boxes in the column `objects`."""
 
 NOTHING = ("", "None", "null", "[]", "()", "{}")
-"""Texts of empty values; a column of a CSV file may have them as text."""
+"""Texts of empty values. A column of a CSV file can have them as text."""
 
 MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 """Columns of unsupported media."""
@@ -61,9 +61,9 @@ def to_prompt(
     the prompt, as in ms-swift. The pairs in the column `history` are the turns before a `query`.
 
     Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
-    opened: the prompt and its image column hold references to the images. A row with images always becomes a chat
-    (`prompt_as: text` is an error), and gets the system prompt like other rows. In VLM-R1, only rows without images get
-    the system prompt.
+    opened, because the prompt and its image column hold only references to the images. A row with images always becomes
+    a chat (`prompt_as: text` is an error), and gets the system prompt like other rows. In VLM-R1, only rows without
+    images get the system prompt.
 
     Args:
         row: The values of the row by column name. A prompt column whose value is None counts as absent. NaN counts as
@@ -75,9 +75,9 @@ def to_prompt(
         folder: Base folder of relative image paths; None for the current folder.
 
     Raises:
-        ValueError: If the row has no prompt: each of `PROMPT_COLUMNS` is missing or null. If the prompt is invalid or
-            contains a lone surrogate. If the number of images does not match the placeholders in the prompt. If a
-            prompt in `SWIFT_COLUMNS` has tools or one of `PLACEHOLDERS`.
+        ValueError: If the row has no prompt, that is, if each of `PROMPT_COLUMNS` is missing or null. If the prompt is
+            invalid or contains a lone surrogate. If the number of images does not match the placeholders in the prompt.
+            If a prompt in `SWIFT_COLUMNS` has tools or one of `PLACEHOLDERS`.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
@@ -132,7 +132,7 @@ def to_prompt(
 
 
 def nan_to_null(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN in a column by None: pandas writes NaN for an empty cell, and `json.dumps` keeps it."""
+    """Replace NaN in a column by None, because pandas writes NaN for an empty cell, and `json.dumps` keeps NaN."""
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
@@ -187,7 +187,7 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
 
 
 def _check_characters(content: str | list[Message], where: str) -> None:
-    """Raises: ValueError if a text has a lone surrogate, which JSON may contain and tokenizers cannot encode."""
+    """Raises: ValueError if a text has a lone surrogate, which JSON can contain and tokenizers cannot encode."""
     try:
         json.dumps(content, ensure_ascii=False, default=lambda _: None).encode()  # bytes and paths are not text
     except UnicodeEncodeError as error:
@@ -233,7 +233,7 @@ def refuse_media(prompt: Prompt, where: str) -> None:
     """Check that a prompt has only text and images.
 
     Raises:
-        ValueError: If a column or a message has video or audio: the question could not be answered without it.
+        ValueError: If a column or a message has video or audio, because the question could not be answered without it.
     """
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
@@ -285,10 +285,10 @@ def _text_or_chat(value: Any, where: str) -> str | list[Message]:
 def _chat_without_answer(value: Any, where: str) -> list[Message]:
     """Read messages, and remove the assistant turns at their end.
 
-    In data for supervised finetuning, the final assistant turn is the answer; GRPO samples answers itself. The removed
-    answer does not become the column `solution`, because a completion cannot be compared with a worked answer in prose.
-    This function does not read the column `prompt`: a final assistant turn in `prompt` is kept, and the completions
-    continue it.
+    In data for supervised finetuning, the final assistant turn is the answer, but GRPO samples answers itself. The
+    removed answer does not become the column `solution`, because a completion cannot be compared with a worked answer
+    in prose. This function does not read the column `prompt`, so a final assistant turn in `prompt` is kept, and the
+    completions continue it.
     """
     messages = _chat(value, where)
     while messages and messages[-1]["role"] == "assistant":

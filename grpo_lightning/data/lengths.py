@@ -1,4 +1,4 @@
-"""Prompt length limit: prompts that are too long cause an error, are dropped, or are truncated to their last tokens."""
+"""Prompt length limit. Prompts that are too long cause an error, are dropped, or are truncated to their last tokens."""
 
 from __future__ import annotations
 

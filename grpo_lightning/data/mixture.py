@@ -1,7 +1,7 @@
 """Mixtures of datasets.
 
-A mixture is a list of entries. Each entry selects rows of one dataset: all rows, the first rows, the last rows, or
-random rows. The mixture has the selected rows, one entry after the other. In YAML:
+A mixture is a list of entries. Each entry selects all rows, the first rows, the last rows, or random rows of one
+dataset. The mixture has the selected rows, one entry after the other. In YAML:
 
     datasets:
       - json_path: data/gsm8k.jsonl
@@ -74,8 +74,8 @@ def load_mixture(
 
     Returns:
         The prompts. `Prompt.index` is the position among the selected rows of all entries, including rows dropped
-        later. `Prompt.source` is the name of the entry, by default the name of its file without suffix (`train`; a
-        second entry of that name is `train#2`).
+        later. `Prompt.source` is the name of the entry. By default, this is the name of its file without suffix, for
+        example `train`. A second entry with that name is called `train#2`.
 
     Raises:
         FileNotFoundError: If a file or dataset does not exist.

@@ -1,4 +1,4 @@
-"""Parallel map, in worker processes or threads: the results and their order are the same for any number of workers."""
+"""Parallel map, in worker processes or threads. The results and their order are the same for any number of workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _function: Callable[[Any], Any] | None = None
 
 
 def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) -> list[R]:
-    """Compute `[function(item) for item in items]` in `num_proc` worker processes; 1 means this process.
+    """Compute `[function(item) for item in items]` in `num_proc` worker processes. With 1, this process computes it.
 
     Args:
-        function: A picklable function. It is sent to each process only once, so it may hold a tokenizer.
+        function: A picklable function. It is sent to each process only once, so it can hold a tokenizer.
         items: Picklable items.
         num_proc: Number of processes.
 

@@ -203,7 +203,7 @@ LONGEST_CELL = 2**31 - 1
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """One row per record, with the column names of the first line; all values are strings."""
+    """One row per record, with the column names of the first line. All values are strings."""
     csv.field_size_limit(LONGEST_CELL)  # for the whole process
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -250,7 +250,7 @@ READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parq
 
 
 def open_dataset(entry: DatasetEntry) -> Any:
-    """Open the dataset of an entry: a `datasets.Dataset`, or an `IterableDataset` if the entry is streaming.
+    """Open the dataset of an entry, as a `datasets.Dataset`, or as an `IterableDataset` if the entry is streaming.
 
     A folder written by `save_to_disk` is opened as a `datasets.Dataset` even if the entry is streaming. The rows of
     this dataset are read when they are used.
@@ -306,7 +306,7 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, read when indexed; images are references to their cells.
+    """The rows of a `datasets.Dataset`. A row is read when it is indexed, and its images are references to their cells.
 
     Args:
         dataset: A `datasets.Dataset`.

@@ -1,4 +1,4 @@
-"""reasoning-gym tasks: check their settings, write their items to data files, and create verifiers for the reward.
+"""reasoning-gym tasks: checks of their settings, data files with their items, and verifiers for the reward.
 
 reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760) has about a hundred question generators, each with an answer
 verifier.
@@ -82,8 +82,8 @@ def create_task(task: str, config: Mapping[str, Any], *, size: int = 1, seed: in
 
     Args:
         task: Name of the task.
-        config: Settings of the task; all other settings have reasoning-gym's defaults. For types that YAML lacks, a
-            list may be given for a tuple, and text for a date, a time or a member of an `Enum`.
+        config: Settings of the task. All other settings have reasoning-gym's defaults. For types that YAML lacks, a
+            list can be given for a tuple, and text for a date, a time or a member of an `Enum`.
         size: Number of items of the task. This call generates none of them.
         seed: Seed of the items.
 
@@ -130,7 +130,7 @@ def check_name(task: Any) -> None:
 def make_item(dataset: Any, task: str, index: int) -> Entry:
     """Generate item `index` of a task.
 
-    The item depends on the settings, the seed and the index; for some tasks, it also depends on Python's hash seed.
+    The item depends on the settings, the seed and the index. For some tasks, it also depends on Python's hash seed.
 
     Raises:
         ValueError: If reasoning-gym fails to generate the item, or its question is not text.
@@ -167,7 +167,7 @@ def verifier(task: str, config_text: str) -> Any:
 
 @contextlib.contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Seed Python's global random generator inside the context; on exit, restore it and numpy's generator."""
+    """Seed Python's global random generator inside the context. On exit, restore it and numpy's generator."""
     import numpy  # a dependency of reasoning-gym, not of this package
 
     state, array_state = random.getstate(), numpy.random.get_state()
@@ -205,12 +205,12 @@ class ReasoningGymTasks:
 
     Pass an instance to `PromptDataModule` as `prepare`.
 
-    Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`; list them as datasets of the training
-    and validation mixtures. A row has the columns `question` and `answer` (null if reasoning-gym has no single answer),
-    and three columns for the reward `ReasoningGym`: the `task`, its settings (`task_config`, as JSON) and
-    reasoning-gym's full item (`entry`, as a Python literal). Held-out questions that are also training questions are
-    dropped, and so are duplicate held-out questions; the number of dropped questions is logged and written to
-    `counts.json`.
+    Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`. List the first in the training mixture,
+    and the second in the validation mixture. A row has the columns `question` and `answer` (null if reasoning-gym has
+    no single answer). It has three more columns for the reward `ReasoningGym`: the `task`, its settings (`task_config`,
+    as JSON) and reasoning-gym's full item (`entry`, as a Python literal). Held-out questions that are also training
+    questions are dropped, and so are duplicate held-out questions. The number of dropped questions is logged and
+    written to `counts.json`.
 
     The folder is written atomically. A later run rebuilds the folder only if a setting or the version of reasoning-gym
     has changed.
@@ -287,7 +287,7 @@ class ReasoningGymTasks:
 
 
 def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> list[Entry]:
-    """Generate items of a task; different seeds give independent items.
+    """Generate items of a task. Different seeds give independent items.
 
     reasoning-gym seeds item i with seed + i, so nearly all items of the seeds 0 and 1 would be equal. Therefore a seed
     derived from `seed` and the task name is used.
@@ -327,11 +327,11 @@ def row(task: str, config: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
 
 
 def write_entry(entry: Entry) -> str:
-    """Serialize an item as a Python literal for `read_entry`: tuples stay tuples and number keys stay numbers.
+    """Serialize an item as a Python literal for `read_entry`. Tuples stay tuples, and number keys stay numbers.
 
-    JSON would turn tuples into lists and number keys into strings; the verifiers of `arc_agi` and `rearc` would then
-    score a correct answer as wrong. The item must be stored, because the reward could not generate it again: the items
-    of some tasks depend on Python's hash seed, which differs between processes.
+    JSON would turn tuples into lists and number keys into strings. The verifiers of `arc_agi` and `rearc` would then
+    score a correct answer as wrong. The item must be stored, because the items of some tasks depend on Python's hash
+    seed, which differs between processes. So the reward could not generate the item again.
 
     Raises:
         ValueError: If the item has values other than text, numbers, None, and lists, tuples, sets and mappings of them.
@@ -345,7 +345,7 @@ def write_entry(entry: Entry) -> str:
 
 
 def read_entry(text: str) -> Entry:
-    """Parse the output of `write_entry`; no code is executed. Raises: ValueError if the text is not an item."""
+    """Parse the output of `write_entry`. No code is executed. Raises: ValueError if the text is not an item."""
     try:
         entry = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:

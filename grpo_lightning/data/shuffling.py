@@ -1,6 +1,6 @@
 """Order of the prompts in an epoch, shuffled or not, for datasets in memory, datasets read lazily, and streams.
 
-A stream has an unknown length, may be larger than memory, and is shuffled within a buffer.
+A stream has an unknown length, can be larger than memory, and is shuffled within a buffer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LazyPrompts:
         return self.convert(self.rows[number], number)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """Return the first `size` prompts as a preview of the data; they are cached by `size`."""
+        """Return the first `size` prompts as a preview of the data. The prompts are cached by `size`."""
         if size not in self._heads:
             self._heads[size] = [self[number] for number in range(min(size, len(self)))]
             log_prompt_columns(self._heads[size], self.logged_lines)
@@ -59,7 +59,7 @@ class LazyPrompts:
 
 
 class ListedOrder:
-    """One pass over a known number of prompts, in blocks; a block is a list of positions of prompts in `prompts`."""
+    """One pass over a known number of prompts, in blocks. A block is a list of positions of prompts in `prompts`."""
 
     def __init__(self, prompts: Sequence[Prompt] | LazyPrompts, seed: int | None) -> None:
         self.prompts = prompts
@@ -77,22 +77,22 @@ class ListedOrder:
         return self.numbers[start : start + size], min(start + size, len(self.numbers))
 
     def share(self, block: Sequence[int]) -> list[Prompt]:
-        """Read the prompts of a part of a block; no other prompts are read."""
+        """Read the prompts of a part of a block. No other prompts are read."""
         return [self.prompts[number] for number in block]
 
 
 class PromptStream:
-    """A stream of prompts: every pass reads the datasets again, row by row.
+    """A stream of prompts. Every pass reads the datasets again, row by row.
 
     A pass that is not shuffled reads one dataset after the other. A shuffled pass mixes the datasets (`mix_parts`).
 
     Args:
         parts: Functions that open the datasets.
-        shuffle_buffer: Number of rows that the stream keeps in memory; the next row is sampled from these rows. With a
+        shuffle_buffer: Number of rows that the stream keeps in memory. The next row is sampled from these rows. With a
             buffer of 1 row, a shuffled pass keeps the order of the rows within each dataset.
-        num_workers: Number of threads that convert rows to prompts in advance; one more thread reads the rows. With 0,
+        num_workers: Number of threads that convert rows to prompts in advance. One more thread reads the rows. With 0,
             each row is read and converted when it is needed.
-        limit: The length limit that `parts` apply; the stream reports how many prompts exceed the limit.
+        limit: The length limit that `parts` apply. The stream reports how many prompts exceed the limit.
         sources: Names of the prompts' sources, if they are known before any row is read.
         check_head: Check of the prompts of the first rows of every dataset. `head` calls it.
     """
@@ -140,7 +140,7 @@ class PromptStream:
         return rows
 
     def order(self, seed: int | None) -> StreamOrder:
-        """Start one pass over the data: shuffled by `seed`, or unshuffled for None."""
+        """Start one pass over the data. The pass is shuffled by `seed`, or not shuffled if `seed` is None."""
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
@@ -191,14 +191,14 @@ def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measure
 
 
 def mix_parts(parts: Sequence[Iterable[T]], seed: int) -> Iterator[tuple[int, T]]:
-    """Mix the rows of several parts: each row is the next row of a part that is sampled at random.
+    """Mix the rows of several parts. Each row is the next row of a part that is sampled at random.
 
     If the number of rows of every part is known, a part is sampled in proportion to its rows that are left. Otherwise,
     all parts that are not at their end are sampled equally.
 
     Yields:
-        A number that identifies the row, and the row. The number does not depend on `seed`: the row at position i
-        (from 0) of part p (from 0) has the number i * len(parts) + p.
+        A number that identifies the row, and the row. The number does not depend on `seed`, because the row at position
+        i (from 0) of part p (from 0) has the number i * len(parts) + p.
     """
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
@@ -219,7 +219,7 @@ def mix_parts(parts: Sequence[Iterable[T]], seed: int) -> Iterator[tuple[int, T]
 
 
 def _sample(weights: dict[int, int], uniform: float) -> int:
-    """Sample a key in proportion to its weight, by a random number in [0, 1). If all weights are 0: the last key."""
+    """Sample a key in proportion to its weight, by a random number in [0, 1). If all weights are 0, take the last."""
     threshold = uniform * sum(weights.values())
     for key, weight in weights.items():
         threshold -= weight
@@ -229,7 +229,7 @@ def _sample(weights: dict[int, int], uniform: float) -> int:
 
 
 def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
-    """Shuffle rows within a buffer: each row is sampled from the next `buffer_size` rows that are not sampled yet."""
+    """Shuffle rows within a buffer. Each row is sampled from the next `buffer_size` rows that are not sampled yet."""
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
     rows = iter(rows)
@@ -245,7 +245,7 @@ def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
 
 
 class StreamOrder:
-    """One pass over a stream, in blocks of prompts; only prompts that are still needed stay in memory."""
+    """One pass over a stream, in blocks of prompts. Only prompts that are still needed stay in memory."""
 
     def __init__(self, stream: PromptStream, seed: int | None) -> None:
         self.stream = stream
@@ -318,19 +318,25 @@ Prompts: TypeAlias = Sequence[Prompt] | LazyPrompts | PromptStream
 
 
 def known_prompts(prompts: Prompts) -> list[Prompt]:
-    """The prompts that are known before training: all prompts of a list, otherwise only the first prompts."""
+    """The prompts that are known before training.
+
+    For a list, these are all prompts. For other data, these are only the first prompts.
+    """
     return prompts.head() if isinstance(prompts, LazyPrompts | PromptStream) else list(prompts)
 
 
 def source_names(prompts: Prompts) -> list[str]:
-    """Sorted names of the sources: all sources of a mixture, otherwise the sources of the known prompts."""
+    """Sorted names of the sources.
+
+    For a stream with known `sources`, these are all its sources. Otherwise, they are the sources of the known prompts.
+    """
     if isinstance(prompts, PromptStream) and prompts.sources:
         return sorted(set(prompts.sources))
     return sorted({prompt.source for prompt in known_prompts(prompts)})
 
 
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
-    """Convert a dataset to prompts: a list immediately, other datasets lazily.
+    """Convert a dataset to prompts. A list is converted immediately, and other datasets are converted lazily.
 
     Each prompt gets a unique index. Prompts of a list keep their indices if these are unique.
 
@@ -376,7 +382,7 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
 
 
 def _convert_at(convert: Callable[[Any, int], Prompt], row: Any, number: int) -> Prompt:
-    """Convert a row to a prompt whose index is the row's position, because indices of the data may not be unique."""
+    """Convert a row to a prompt whose index is the row's position, because indices of the data need not be unique."""
     prompt = convert(row, number)
     return prompt if prompt.index == number else replace(prompt, index=number)
 

@@ -1,9 +1,9 @@
 """PromptSource: the dataloader that yields the prompts of every cycle.
 
-A cycle consists of the micro-steps that train on one rollout; each micro-step is one batch for Lightning. Each of these
+A cycle consists of the micro-steps that train on one rollout. Each micro-step is one batch for Lightning. Each of these
 batches contains all of the rank's prompts for the cycle, so that Lightning's batch counting, gradient accumulation and
-checkpointing work unchanged. The source is deliberately not a DataLoader: in a distributed run, Lightning would replace
-the sampler of a DataLoader by a `DistributedSampler`, which would scatter the repeated prompts.
+checkpointing work unchanged. The source is deliberately not a DataLoader, because in a distributed run, Lightning would
+replace the sampler of a DataLoader by a `DistributedSampler`. This sampler would scatter the repeated prompts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle may have fewer prompts. If
+    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle can have fewer prompts. If
     the data have fewer prompts than a cycle takes, every cycle has all prompts of the data. The number of cycles in an
-    epoch is not known in advance in two cases: for a stream, because its length is not known; and with dynamic
-    sampling, because a cycle may use more prompts than `batch_size`. A run on a stream needs `trainer.max_steps`.
+    epoch is not known in advance for a stream, because the length of a stream is not known. With dynamic sampling, it
+    is not known either, because a cycle can use more prompts than `batch_size`. A run on a stream needs
+    `trainer.max_steps`.
 
     An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
-    can be read: all images if the prompts are a list, otherwise only the images of the first prompts. A
-    `PromptSource` cannot skip the rows of unreadable images; `PromptDataModule` can (`bad_images`).
+    can be read. If the prompts are a list, the run checks all images. Otherwise, it checks only the images of the first
+    prompts. A `PromptSource` cannot skip rows with unreadable images, but a `PromptDataModule` can (`bad_images`).
 
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
@@ -55,7 +56,7 @@ class PromptSource:
         shuffle_buffer: Number of rows that a stream keeps in memory; the next row is sampled from these rows.
         num_workers: Number of threads that prepare images and rows. While the policy trains on the current cycle, these
             threads decode the images of the next cycle. For a stream, they convert rows to prompts in advance.
-        takes_more: True if the module uses `dynamic_sampling`, with which a cycle may take further prompts.
+        takes_more: True if the module uses `dynamic_sampling`, so that a cycle can take further prompts.
         ranks_per_group: `ranks_per_group` of the module. If it is above 1, the ranks form teams of this size (see
             `core.ranks.Teams`). All ranks of a team get the same prompts.
 
@@ -161,9 +162,10 @@ class PromptSource:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass to `epoch`; after a resume, count from the checkpoint's epoch instead.
+        """Set the epoch of the next pass to `epoch`.
 
-        For example, after a resume in epoch 3, calls with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
+        After a resume, `epoch` is counted from the checkpoint's epoch. For example, after a resume in epoch 3, calls
+        with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
         """
         if self.resume_from is not None:
             self.epochs_ahead = self.resume_from["epoch"] - epoch
@@ -173,7 +175,7 @@ class PromptSource:
             self.epoch, self.prompts_used, self.cycle_start, self.position = epoch, 0, 0, 0
 
     def start_over(self) -> None:
-        """Forget the position of an earlier run: a checkpoint saved before the first batch must not store it."""
+        """Forget the position of an earlier run, because a checkpoint before the first batch must not store it."""
         if self.resume_from is None:
             self.epoch = self.prompts_used = self.cycle_start = self.position = self.epochs_ahead = 0
 
@@ -281,7 +283,7 @@ class PromptSource:
         return cycles
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:
-        """Read prompts that `order.take` has returned; an image shared by several of them is read once."""
+        """Read prompts that `order.take` has returned. An image shared by several of these prompts is read once."""
         return self.images.take(self.order.share(block))
 
     def look_ahead(self) -> None:
@@ -294,7 +296,7 @@ class PromptSource:
             log.debug("Not read ahead: %s", error)
 
     def more(self, num_prompts: int, own: Sequence[int]) -> tuple[int, list[Prompt]]:
-        """Take further prompts for the current cycle (dynamic sampling); they are not used again in this epoch.
+        """Take further prompts for the current cycle (dynamic sampling). They are not used again in this epoch.
 
         Args:
             num_prompts: Number of further prompts for all ranks together. All ranks must pass the same number, because
@@ -302,10 +304,10 @@ class PromptSource:
             own: Positions of this rank's prompts among the `num_prompts` further prompts, starting at 0.
 
         Returns:
-            The number of prompts taken for all ranks together, and this rank's prompts. Near the end of an epoch, fewer
-            than `num_prompts` may be taken, because the last prompt of the epoch is left for the next batch. Lightning
-            may have fetched this batch already. The batch gets its prompts only when it is first used (`LaterBatch`),
-            and must not be empty then.
+            The number of prompts taken for all ranks together, and this rank's prompts. Near the end of an epoch, this
+            number can be below `num_prompts`, because the last prompt of the epoch is left for the next batch. It is
+            possible that Lightning has fetched this batch already. The batch gets its prompts only when it is first
+            used (`LaterBatch`), and must not be empty then.
 
         Raises:
             ValueError: If `takes_more` is False.
@@ -328,7 +330,7 @@ class PromptSource:
         self.settled, self.cycle_prompts = chosen, prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data; identical on all ranks."""
+        """The position in the data. It is the same on all ranks."""
         if self.resume_from is not None:
             return dict(self.resume_from)
         is_epoch_over = self.prompts_used > 0 and self.is_epoch_over()
@@ -347,23 +349,25 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        The settings of the source that may differ from those in `state` depend on where the checkpoint was saved:
+        Where the checkpoint was saved determines what is allowed to differ between this source and `state`:
 
-        - between two epochs: all settings, and the data;
-        - between two cycles of an epoch: `cycle`, the number of ranks, `ranks_per_group` and the batch size, because
-          the position then is a number of prompts over all ranks. If a different number of ranks changes the number of
-          prompts per rollout, a warning states which settings would restore the old number;
-        - inside a cycle: the same four settings, under two conditions. First, the number of prompts per rollout must
-          stay the same. Second, if `cycle` changes, the finished fraction of the cycle must be a whole number of the
-          new micro-steps: 2 of 4 micro-steps can become 1 of 2, but not 1.5 of 3.
+        - If the checkpoint was saved between two epochs, all settings and the data are allowed to differ.
+        - If it was saved between two cycles of an epoch, `cycle`, the number of ranks, `ranks_per_group` and the batch
+          size are allowed to differ, because the position then is a number of prompts over all ranks. If a different
+          number of ranks changes the number of prompts per rollout, a warning states which settings would restore the
+          old number.
+        - If it was saved inside a cycle, the same four settings are allowed to differ, under two conditions. First, the
+          number of prompts per rollout must stay the same. Second, if `cycle` changes, the finished fraction of the
+          cycle must be a whole number of the new micro-steps. For example, 2 of 4 micro-steps can become 1 of 2, but
+          not 1.5 of 3.
 
-        `begin` compares `shuffle` with the checkpoint when the epoch begins; the other settings are compared here.
+        `begin` compares `shuffle` with the checkpoint when the epoch begins. This method compares the other settings.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and its seed or its number of prompts differs from
-                that of this source. For a stream, `shuffle_buffer` is compared instead of the number of prompts; for a
-                shuffled stream of several datasets, the numbers of their rows are compared, too. Also if the checkpoint
-                was saved inside a cycle, and one of the two conditions above is not met.
+                that of this source. For a stream, `shuffle_buffer` is compared instead of the number of prompts. For a
+                shuffled stream of several datasets, the numbers of their rows are compared, too.
+            ValueError: If the checkpoint was saved inside a cycle, and one of the two conditions above is not met.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)
@@ -438,7 +442,10 @@ class PromptSource:
         return state | begin | {"epoch": state["epoch"] + 1}
 
     def num_batches_after(self, prompts_used: int) -> int:
-        """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used; not for streams."""
+        """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used.
+
+        Do not call this method for a stream.
+        """
         assert not isinstance(self.prompts, PromptStream)
         return -(-(len(self.prompts) - prompts_used) // self.prompts_per_rollout) * self.cycle
 

@@ -1,7 +1,7 @@
-"""Prompt templates: an optional system prompt, an optional question template, and whether the prompt becomes a chat.
+"""Prompt templates: an optional system prompt, an optional question template, and the choice between chat and text.
 
-The system prompt and the question template can be given by name; `prompts/system` and `prompts/question` have one file
-per name.
+The system prompt and the question template can be given by name. The folders `prompts/system` and `prompts/question`
+have one file per name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUESTION = re.compile(r"\{question\}|\{Question\}")
 
 @dataclass(frozen=True)
 class Original:
-    """A prompt of another RL library. It is not shipped; a shipped prompt has the same instructions in other words."""
+    """A prompt of another RL library. It is not shipped. A shipped prompt has the same instructions in other words."""
 
     ours: str
     """Name of the shipped equivalent."""
@@ -170,9 +170,10 @@ def shipped_names(kind: str) -> list[str]:
 
 
 def named_text(value: str, *, kind: str, key: str) -> str:
-    """The text for a setting: `value` itself, or the content of the file or shipped text that `value` names.
+    """The text for a setting.
 
-    A line break at the end of a file is removed.
+    If `value` names a file, the result is the content of the file. If `value` names a shipped text, the result is this
+    text. Otherwise, the result is `value` itself. A line break at the end of a file is removed.
 
     Raises:
         ValueError: If `value` is empty, or looks like a name (`r2`) but no shipped text has this name.

@@ -1,12 +1,13 @@
-"""The quickstart's tiny Qwen2, its tokenizer and its task: built offline in under a minute, then cached.
+"""The quickstart's tiny Qwen2, its tokenizer and its task. All three are built offline in under a minute, then cached.
 
 The task is the sum of eight digits modulo six, which this model can solve only step by step. The answer to the prompt
 `20351020=` is (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
 completions:
 
-- short completions guess the answer, and are right once in six: `<answer>0</answer>`. At the end of the warm-up, most
-  completions are short;
-- worked completions write every running sum first, and are right: `<think>22545511</think><answer>1</answer>`.
+- Short completions guess the answer, for example `<answer>0</answer>`, and are right in one of six cases. At the end of
+  the warm-up, most completions are short.
+- Worked completions write every running sum first, for example `<think>22545511</think><answer>1</answer>`, and are
+  right.
 
 GRPO has to find out which kind is rewarded, so accuracy and completion length rise together. Nothing is downloaded.
 """
@@ -65,7 +66,7 @@ class DemoTask:
             raise ValueError(f"the sets need {wanted} {sequences}; there are only {available}. Raise num_digits.")
 
     def question(self, digits: Sequence[int]) -> str:
-        """The prompt: the digits and an equals sign."""
+        """The prompt, which consists of the digits and an equals sign."""
         return "".join(map(str, digits)) + "="
 
     def truth(self, digits: Sequence[int]) -> int:
@@ -73,12 +74,12 @@ class DemoTask:
         return sum(digits) % self.modulus
 
     def worked_completion(self, digits: Sequence[int]) -> str:
-        """The worked completion: every running sum, then the correct answer."""
+        """The worked completion, which has every running sum and then the correct answer."""
         sums = [self.truth(digits[: end + 1]) for end in range(len(digits))]
         return f"<think>{''.join(map(str, sums))}</think><answer>{sums[-1]}</answer>"
 
     def short_completion(self, digits: Sequence[int]) -> str:
-        """The short completion: the last digit, which is right in one of `modulus` cases."""
+        """The short completion, which answers with the last digit. This answer is right in one of `modulus` cases."""
         return f"<answer>{digits[-1]}</answer>"
 
     def split(self) -> DemoSplit:
@@ -113,7 +114,7 @@ class DemoModel:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The supervised phase: worked completions until they are learned, then mostly short completions."""
+    """The supervised phase, which trains on worked completions until they are learned, then mostly on short ones."""
 
     batch_size: int = 64
     learning_rate: float = 5e-3
@@ -158,8 +159,8 @@ class Quickstart(PrepareDemo):
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.
-        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other: on shared
-            cores, two threads were 17 times slower than one.
+        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other. For example,
+            two threads on shared cores were 17 times slower than one.
     """
 
     recipe = DemoRecipe

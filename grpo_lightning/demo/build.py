@@ -1,4 +1,4 @@
-"""Building and caching the demos: files, tokenizer and supervised warm-up steps."""
+"""Code that builds and caches the demos, with the tokenizer and the supervised warm-up step that they share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DemoFiles:
 
     @property
     def model(self) -> Path:
-        """The folder for `from_pretrained`: weights, configuration, tokenizer, processor."""
+        """The folder for `from_pretrained`, with weights, configuration, tokenizer and processor."""
         return self.folder / "model"
 
     @property
@@ -68,7 +68,7 @@ class Recipe(ABC):
 
     @property
     def key(self) -> str:
-        """The name of the cache folder: a hash of all fields and of the code versions."""
+        """The name of the cache folder, which is a hash of all fields and of the code versions."""
         versions = {"torch": str(torch.__version__), "transformers": transformers.__version__, "code": self.code}
         facts = {**self.facts, **versions, **self.more_versions()}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -144,11 +144,12 @@ class PrepareDemo:
 
 
 def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
-    """Build a tokenizer: a token per printable ASCII character and per character of `spaces`, then `<pad>`, `<eos>`.
+    """Build a tokenizer of single characters, with the special tokens `<pad>` and `<eos>`.
 
-    Other characters are dropped. The tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads
-    the tokenizer of any Qwen2 model as a byte-level BPE. `AutoTokenizer` would also add the default unknown token,
-    which the model does not have, so `<pad>` is set as the unknown token.
+    Each printable ASCII character and each character of `spaces` is a token. Other characters are dropped. The
+    tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads the tokenizer of any Qwen2 model as a
+    byte-level BPE. `AutoTokenizer` would also add the default unknown token, which the model does not have, so `<pad>`
+    is set as the unknown token.
     """
     characters = string.digits + string.ascii_letters + string.punctuation
     stored = characters + "".join(chr(256 + ord(space)) for space in spaces)
@@ -189,5 +190,5 @@ class Teacher:
 
 
 def progress(phase: str, num_steps: int | None, *, show: bool) -> Any:
-    """Create the progress bar of a warm-up phase; `num_steps` is None if unknown."""
+    """Create the progress bar of a warm-up phase. `num_steps` is None if the number of steps is not known."""
     return progress_bar(total=num_steps, desc=f"Warm-up, {phase}", unit="step", disable=not show)

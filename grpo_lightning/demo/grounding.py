@@ -146,7 +146,11 @@ NOTHING = -100
 
 @dataclass(frozen=True)
 class GroundingWarmUp:
-    """The supervised phases: vision tower, mostly worked completions, mostly lazy completions."""
+    """The three supervised phases.
+
+    The first phase trains the vision tower. The second phase trains the language model on mostly worked completions,
+    and the last phase trains it on mostly lazy completions.
+    """
 
     batch_size: int = 64
     num_tower_images: int = 2000
@@ -186,7 +190,7 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Train the model in place: first the vision tower, then the language model on worked and lazy completions."""
+    """Train the vision tower in place, then the language model on worked and lazy completions."""
     settings = settings or GroundingWarmUp()
     with torch.random.fork_rng(devices=[]), multiplied_patches(model):
         torch.default_generator.manual_seed(task.seed)
@@ -267,7 +271,7 @@ def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
 
 
 def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
-    """Fraction of the peak learning rate: it rises linearly, stays at 1, then decays to zero along a cosine."""
+    """Fraction of the peak learning rate. It rises linearly, stays at 1, and then decays to zero along a cosine."""
     ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
     held = settings.held_share * num_steps
     past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
@@ -342,7 +346,7 @@ class _Corpus:
 
 
 def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTask) -> list[int]:
-    """Tokenize a prompt as the processor does: one image token per 2 x 2 patches, then the question."""
+    """Tokenize a prompt as the processor does, with one image token per 2 x 2 patches before the question."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     _, height, width = patch_grid(task)
@@ -352,7 +356,7 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTas
 
 
 def patch_grid(task: SceneTask) -> tuple[int, int, int]:
-    """How many frames, rows of patches and columns of patches an image has; a cell is one patch."""
+    """The numbers of frames, rows of patches and columns of patches in an image. A cell is one patch."""
     return 1, task.num_cells, task.num_cells
 
 

@@ -51,7 +51,7 @@ class GuessingTask:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def random_game(self, draw: random.Random) -> str:
-        """A game of random guesses; it continues after a right guess, so that all games have the same length."""
+        """A game of random guesses. It continues after a right guess, so that all games have the same length."""
         number = draw.randrange(self.num_digits)
         text = PROMPT
         for turn in range(self.num_guesses):

@@ -2,9 +2,9 @@
 
 A brief supervised warm-up teaches the model two kinds of completions for every task:
 
-- hasty completions give the answer to some other question. At the end of the warm-up, most completions of the model
-  are hasty;
-- worked completions write the steps of the solution first, and are mostly right.
+- Hasty completions give the answer to some other question. At the end of the warm-up, most completions of the model are
+  hasty.
+- Worked completions write the steps of the solution first, and are mostly right.
 
 GRPO has to find out which kind is rewarded. Tasks, questions and verifiers are those of reasoning-gym. Nothing is
 downloaded.
@@ -58,17 +58,17 @@ PHRASES = (
 
 
 def steps(task: str, entry: Entry) -> str:
-    """The solution steps of a question, without the answer: `8-0=8+7=15`, `0<n 3=n 8>y`, `b r u s h`."""
+    """The solution steps of a question, without the answer, for example `8-0=8+7=15`, `0<n 3=n 8>y` or `b r u s h`."""
     return _STEPS[task](entry["question"])
 
 
 def worked_completion(task: str, entry: Entry) -> str:
-    """The worked completion: every step, then the correct answer."""
+    """The worked completion, which has every step and then the correct answer."""
     return f"<think>{steps(task, entry)}</think><answer>{entry['answer']}</answer>"
 
 
 def hasty_completion(other: Entry) -> str:
-    """The hasty completion: the answer of another question."""
+    """The hasty completion, which gives the answer of another question."""
     return f"<answer>{other['answer']}</answer>"
 
 
@@ -234,8 +234,8 @@ def warm_up(
 ) -> None:
     """Train the model in place on worked completions until they are learned, then on worked and hasty completions.
 
-    Worked completions write the steps of the solution before the answer. They count as learned when their loss is low;
-    the number of training steps until then varies with the seed. Hasty completions give the answer of another question.
+    Worked completions write the steps of the solution before the answer. They count as learned when their loss is low.
+    The number of training steps until then varies with the seed. Hasty completions give the answer of another question.
     In the second phase, the share of hasty completions is `hasty_share`.
 
     Raises:
@@ -290,7 +290,7 @@ class _Corpus:
 def pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each.
 
-    No attention mask is needed: with causal attention, padding on the right does not change the other tokens.
+    No attention mask is needed, because with causal attention, padding on the right does not affect the other tokens.
     """
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     ids = torch.full((len(rows), longest), pad_token_id)

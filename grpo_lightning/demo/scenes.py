@@ -80,7 +80,7 @@ Scene = tuple[Thing, ...]
 
 @dataclass(frozen=True)
 class SceneTask:
-    """Settings of the images, and what is held out from training: pairs of color and shape, and boxes."""
+    """Settings of the images. Some pairs of color and shape, and some boxes, are held out from training."""
 
     num_cells: int = 8
     """Cells along each side of the grid."""
@@ -193,7 +193,8 @@ class SceneTask:
         """Draw the scene as an RGB image. Its background gets redder to the right and greener downwards.
 
         Qwen2.5-VL's vision tower encodes only relative positions of patches. In photographs, the tower can infer
-        absolute positions from the content; in these images, the gradient of the background shows the positions.
+        absolute positions from the content. In these images, the gradient of the background shows the absolute
+        positions.
         """
         from PIL import Image, ImageDraw
 
@@ -211,19 +212,19 @@ class SceneTask:
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
-        """The worked completion: the color or shape of the thing, its left edge, its upper edge, then its box.
+        """The worked completion, with the color or shape of the thing, its left edge, its upper edge, and then its box.
 
-        To predict the left edge, the model looks for the thing in the image by one property: by the shape if the
-        question names only the shape, and by the color in all other cases. To predict the upper edge, the model looks
-        for the thing by all properties that the question names. If the question names the color and the shape, the
-        hidden state of the comma between the two edges combines these two properties.
+        To predict the left edge, the model looks for the thing in the image by one property. This property is the shape
+        if the question names only the shape, and the color in all other cases. To predict the upper edge, the model
+        looks for the thing by all properties that the question names. If the question names the color and the shape,
+        the hidden state of the comma between the two edges combines these two properties.
         """
         color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
         return answer(f"{shape if naming == 'shape' else color} {left}, {top}", box)
 
     def lazy_completion(self) -> str:
-        """The lazy completion: the box of the whole image, for any question."""
+        """The lazy completion, which answers any question with the box of the whole image."""
         return answer("anything", [0, 0, self.size, self.size])
 
     def numbers(self) -> list[int]:
@@ -246,9 +247,10 @@ class SceneTask:
 
 
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
-    """The properties named by the three questions about a thing: color and shape; only the color; only the shape.
+    """The properties that occur in the three questions about a thing.
 
-    If the thing has a nameless color or shape (see `vary`), all three questions name the other property.
+    One question names the color and the shape, one names only the color, and one names only the shape. If the thing has
+    a nameless color or shape (see `vary`), all three questions name the other property.
     """
     if thing.color not in COLORS:
         return "shape", "shape", "shape"
@@ -258,14 +260,14 @@ def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
 
 
 def describe(thing: Thing, naming: Naming) -> tuple[str, str]:
-    """Two words for a thing: a color and a shape. A placeholder replaces the word that `naming` leaves out."""
+    """Describe a thing by two words, color and shape. A placeholder replaces the word that `naming` leaves out."""
     color = ANY_COLOR if naming == "shape" else thing.color
     shape = ANY_SHAPE if naming == "color" else thing.shape
     return color, shape
 
 
 def answer(reasoning: str, box: list[int]) -> str:
-    """Format a completion: reasoning and box in their tags."""
+    """Format a completion, with the reasoning and the box in their tags."""
     return f"<think>{reasoning}</think><answer>[{', '.join(map(str, box))}]</answer>"
 
 

@@ -6,9 +6,9 @@ A problem is a sum of three two-digit numbers. This model cannot compute the sum
     A:[calculator(expression="45+67+89")]<eos>R:201
     A:201<eos>
 
-A brief supervised warm-up teaches the model two kinds of answers: calls, which lead to the right answer, and guesses,
-which are hardly ever right. GRPO has to find out which kind is rewarded. At the end of the warm-up, most answers are
-guesses.
+A brief supervised warm-up teaches the model two kinds of answers, calls and guesses. A call leads to the right answer,
+but a guess is hardly ever right. GRPO has to find out which kind is rewarded. At the end of the warm-up, most answers
+are guesses.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class ToolTask:
         return f"T:calculator \nQ:{self.question(terms)}\nA:"
 
     def answer_with_call(self, terms: list[int]) -> list[tuple[str, bool]]:
-        """The answer with a call, in parts: the text of each part, and whether the policy writes this part."""
+        """The parts of the answer with a call. A part has a text, and a flag that is True if the policy writes it."""
         total = str(sum(terms))
         call = f'[calculator(expression="{"+".join(map(str, terms))}")]{EOS}'
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]
 
     def answer_with_guess(self, draw: random.Random) -> list[tuple[str, bool]]:
-        """The answer without a call: the result of another, random sum."""
+        """The answer without a call, which is the result of another, random sum."""
         return [(f"{sum(self.terms(draw))}{EOS}", True)]
 
     def write(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class ToolTask:
 
 @dataclass(frozen=True)
 class ToolWarmUp:
-    """The supervised phase: calls until they are learned, then mostly guesses."""
+    """The supervised phase, which trains on calls until they are learned, then mostly on guesses."""
 
     batch_size: int = 64
     learning_rate: float = 5e-3

@@ -1,4 +1,4 @@
-"""The environment contract: the methods of a conversation's environment, and what they return.
+"""The environment contract: the methods of a conversation's environment, and their return values.
 
 In a conversation, the policy writes a turn, and an environment answers with an observation. This repeats until the
 environment, or a limit of the run, ends the conversation. Only the tokens that the policy wrote are trained on.
@@ -59,7 +59,7 @@ MOST_MESSAGES = 256
 
 @dataclass(frozen=True)
 class Step:
-    """The environment's answer to a turn of the policy. `step` may also return a shorter form: see `as_step`."""
+    """The environment's answer to a turn of the policy. `step` can also return a shorter form (see `as_step`)."""
 
     observation: Observation = None
     """The text or the messages that the policy gets next. If there is no observation, `done` must be True."""
@@ -88,7 +88,7 @@ class InvalidStepError(ValueError):
 
 
 class Environment(ABC):
-    """Base class of environments. Any other object with a method `step` is an environment too; `reset` is optional."""
+    """Base class of environments. Any other object with a method `step` is an environment too. `reset` is optional."""
 
     observation_role: str = "user"
     """In a chat, the role of observations that are text."""
@@ -237,7 +237,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def messages_of(observation: Any, role: str) -> list[Message]:
-    """Convert an observation to messages; text becomes a message with this `role`. Raises: InvalidStepError.
+    """Convert an observation to messages. Text becomes a message with this `role`. Raises: InvalidStepError.
 
     In the result, the content of a message without images is text, and the content of a message with images is a list
     of parts.

@@ -27,7 +27,7 @@ METHODS = ("reset", "step", "end")
 
 
 def class_name(environment: Any) -> str:
-    """The class name of an environment, for messages; if it wraps a user's object, the class name of that object."""
+    """The class name of an environment, or of the user's object that the environment wraps. It is used in messages."""
     return type(getattr(environment, "for_rewards", environment)).__name__
 
 

@@ -1,4 +1,4 @@
-"""Adapters for multi-turn functions written for ms-swift and for environments written for TRL; both run unchanged."""
+"""Adapters for multi-turn functions written for ms-swift and for environments written for TRL. Both run unchanged."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ _SHARED = ("factory", "object")
 
 
 class ToolObject(Tools):
-    """An environment written for TRL (`environment_factory`): an object whose public methods are tools.
+    """An environment written for TRL (`environment_factory`). It is an object, and its public methods are the tools.
 
-    If the object has a method `reset`, this method gets the data columns that its signature names, and may return the
+    If the object has a method `reset`, this method gets the data columns that its signature names, and can return the
     first observation. If the object has a method `get_reward`, this method gives the reward at the end of every
-    conversation. All methods may be async.
+    conversation. All methods can be async.
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
     that cannot be pickled (for example because it has a lock or a client) runs in the training process. If the object
@@ -145,7 +145,7 @@ class ToolObject(Tools):
         return self.first
 
     def step(self, completion: str) -> Step:
-        """Run the calls of a turn; at the end of the conversation, get the reward."""
+        """Run the calls of a turn. At the end of the conversation, also get the reward."""
         self.is_new = False
         step = super().step(completion)
         return replace(step, reward=self.end()) if step.done else step

@@ -223,7 +223,9 @@ def answer(name: str, content: Content) -> Message:
 
 
 def content_of(value: Any) -> Content:
-    """Make message content from a tool's result: parts from images and from lists of parts, text from other values.
+    """Make message content from a tool's result.
+
+    Images, lists with images, and lists of parts become parts of a message. Other values become text.
 
     Raises:
         TypeError: If a list has an image and a value that is no part of a message.
@@ -275,10 +277,10 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
     too.
 
-    Many tokenizers, however, remove the markers. In a turn without markers, a call in JSON or XML may have other text
-    around it, and a list of calls in Python may have other text after it. If the turn has such other text, only calls
-    of known tools are found. If the turn has nothing but calls, calls of unknown tools are found too; with the style
-    "auto", however, a call of an unknown tool is found only if the call has arguments.
+    Many tokenizers, however, remove the markers. In a turn without markers, a call in JSON or XML can have other text
+    around it, and a list of calls in Python can have other text after it. If the turn has other text, only calls of
+    known tools are found. If the turn has nothing but calls, calls of unknown tools are found too. In this case, the
+    style "auto" finds a call of an unknown tool only if the call has arguments.
 
     Args:
         text: The turn.
@@ -499,7 +501,7 @@ def _python_calls(text: str) -> Iterator[ToolCall]:
 
 
 def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """The problem with the arguments of a call; empty if there is none."""
+    """The problem with the arguments of a call, or an empty text if there is none."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -514,7 +516,7 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The type hints of a tool's arguments; empty if they cannot be read."""
+    """The type hints of a tool's arguments, or an empty dict if the hints cannot be read."""
     try:
         return typing.get_type_hints(signature_owner(function))
     except Exception as error:  # noqa: BLE001 - hints in quotes are evaluated, and may raise anything; the log has it
@@ -529,7 +531,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function whose signature `inspect.signature` reads: for a wrapper, this is the wrapped function."""
+    """Return the function that `inspect.signature` inspects. For a wrapper, this is the wrapped function."""
     while isinstance(tool, functools.partial) or hasattr(tool, "__wrapped__"):
         tool = tool.func if isinstance(tool, functools.partial) else tool.__wrapped__
     if inspect.isclass(tool):

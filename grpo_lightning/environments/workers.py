@@ -4,7 +4,7 @@ The workers are of the same kind as those of the rewards (`rewards/workers.py`),
 of `model.reward_workers`. A call gets the pickled environment. It returns the environment's answer, and the environment
 in pickled form. A worker keeps nothing between calls, so it can be killed during any call. After a failed call, the
 environment is in the state before this call. All calls of a round (one turn of each conversation) have the same
-deadline: `step_timeout_seconds` after the end of sampling.
+deadline, which is `step_timeout_seconds` after the end of sampling.
 
 An environment can also run in the training process, without workers. `step` and `end` then change the conversation's
 environment object itself, so the changes made by a failed call remain. In the training process, memory has no limit,
@@ -97,12 +97,12 @@ class EnvironmentRunner:
         return tuple(getattr(self.calls.environment, "tools", ()))
 
     def start(self, num_local_ranks: int = 1) -> None:
-        """Start the workers; returns immediately."""
+        """Start the workers, and return immediately."""
         self._is_closed = False
         self.pool.start(num_local_ranks)
 
     def close(self) -> None:
-        """Stop the workers at the end of a run; the next call of `reset` starts them again.
+        """Stop the workers at the end of a run. The next call of `reset` starts them again.
 
         If a rollout is still being played in the background, its next call of an environment raises an error.
         """
@@ -110,11 +110,11 @@ class EnvironmentRunner:
         self.pool.close()
 
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
-        """Begin conversations: one call per prompt.
+        """Begin conversations, with one call per prompt.
 
         Args:
             prompts: N prompts.
-            seeds: N seeds: one for the random numbers of each call.
+            seeds: N seeds, one for the random numbers of each call.
         """
         self._is_closed = False
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]

@@ -1,8 +1,8 @@
-"""The mathematics of GRPO: functions of tensors, without state, logging or in-place writes.
+"""The mathematics of GRPO, as functions of tensors that have no state, do not log, and do not write in place.
 
 These lines compute the loss of N prompts with G completions each. The inputs are the rewards [N, G], the completions'
-tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are log-probs of the tokens:
-`old` under the policy before the first update on these completions, and `ref` under the reference.
+tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are log-probs of the tokens.
+`old` has those under the policy before the first update on these completions, and `ref` has those under the reference.
 
     advantages = group_relative_advantages(rewards).view(-1, 1)
     logprobs = token_logprobs(logits, ids)

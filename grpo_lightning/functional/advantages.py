@@ -28,7 +28,7 @@ def group_relative_advantages(
     lengths: Tensor | None = None,
     k: int | None = None,
 ) -> Tensor:
-    """Compute advantages: each completion's reward relative to its group.
+    """Compute advantages, which compare each completion's reward with the other rewards of its group.
 
         scale "group_std", "batch_std", "batch_advantage_std":  A[n, g] = gain[n, g] / (std + eps)
         scale "group_mean":                                     A[n, g] = gain[n, g] / mean[n]
@@ -38,7 +38,7 @@ def group_relative_advantages(
         baseline "pass_at_k":  gain[n, g] = mean of max(r[n, g] - max of r[n, S], 0) over all sets S of k - 1 others
         other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
-    A completion whose reward is nan is not scorable: its reward is excluded from every mean and std, and its advantage
+    A completion with the reward nan is not scorable. Its reward is excluded from every mean and std, and its advantage
     is 0. In a zero-variance group, all scorable rewards are equal, or fewer than two are scorable. The advantages of
     such a group are set to exactly 0, because a rounding error divided by another rounding error would be noise.
 
@@ -53,14 +53,15 @@ def group_relative_advantages(
               completions. This baseline minimizes the variance of the gradient if the squared norm of a completion's
               gradient is proportional to the completion's length.
             - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). A completion's gain is its
-              lead over the highest reward of k - 1 others, averaged over all choices of these others; a negative lead
-              counts as 0. With k = None, only the completion with the highest reward can have a gain above 0: its lead
-              over the second-highest reward (verl's `grpo_passk`). With the scale "none", multiply each completion's
-              advantage by the gradient of the completion's log-prob, average the products over the group, and multiply
-              the average by k. The result is an unbiased estimate of the gradient of the expected maximum of k rewards.
-        scale: The divisor of the gain. Every std is unbiased: the denominator is the number of values minus 1. For
-            "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because otherwise
-            each rank would have a different divisor.
+              lead over the highest reward of k - 1 others, averaged over all choices of these others. A negative lead
+              counts as 0. With k = None, only the completion with the highest reward can have a gain above 0. This gain
+              is its lead over the second-highest reward (verl's `grpo_passk`). With the scale "none", multiply each
+              completion's advantage by the gradient of the completion's log-prob, average the products over the group,
+              and multiply the average by k. The result is an unbiased estimate of the gradient of the expected maximum
+              of k rewards.
+        scale: The divisor of the gain. Every std is unbiased, that is, its denominator is the number of values minus 1.
+            For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because
+            otherwise each rank would have a different divisor.
 
             - "group_std" is GRPO, the std of the group's rewards.
             - "batch_std" is the std of all scorable rewards.
@@ -80,7 +81,7 @@ def group_relative_advantages(
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
-        row sums to 0; with "length_weighted", the sum of each row, weighted by the lengths, is 0. With "pass_at_k", no
+        row sums to 0. With "length_weighted", the sum of each row, weighted by the lengths, is 0. With "pass_at_k", no
         advantage is negative.
 
     Raises:
@@ -162,7 +163,7 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
     If the rewards were summed first, opposing rewards would cancel, and a reward in larger units would dominate. GDPO
-    (arXiv:2601.05242) and TRL (`normalize_then_sum`) also divide the sum by its std over the batch; to do so, pass the
+    (arXiv:2601.05242) and TRL (`normalize_then_sum`) also divide the sum by its std over the batch. To do so, pass the
     result to `group_relative_advantages` with `scale="batch_std"`.
 
     Args:

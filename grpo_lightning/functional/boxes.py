@@ -1,4 +1,4 @@
-"""Bounding boxes (x1, y1, x2, y2): area, IoU, clipping to an image.
+"""Area and IoU of bounding boxes (x1, y1, x2, y2), and clipping to an image.
 
 The right and bottom edges of a box are exclusive, so its width is x2 - x1, in any unit. A box is empty if x2 <= x1 or
 y2 <= y1.
@@ -29,9 +29,9 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
         IoU = area(a and b) / (area(a) + area(b) - area(a and b)), and 0 if both are empty
 
-    VLM-R1's formula differs: it subtracts 1 from the right and bottom edges of the intersection, but not from those of
-    the boxes. VLM-R1's formula therefore counts an overlap of at most one unit in width or height as 0. If coordinates
-    go from 0 to 1, VLM-R1's formula counts every overlap as 0.
+    VLM-R1's formula differs, because it subtracts 1 from the right and bottom edges of the intersection, but not from
+    those of the boxes. VLM-R1's formula therefore counts an overlap of at most one unit in width or height as 0. If
+    coordinates go from 0 to 1, VLM-R1's formula counts every overlap as 0.
 
     Args:
         a: [..., 4] float boxes.
@@ -46,7 +46,7 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clip(boxes: Tensor, width: float, height: float) -> Tensor:
-    """Clip each box to the image; a box outside of the image becomes empty.
+    """Clip each box to the image. A box outside of the image becomes empty.
 
     Args:
         boxes: [..., 4].
@@ -57,9 +57,9 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
 
 
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
-    """True if a box that should be in pixels looks normalized: no coordinate is above 1.
+    """True if a box that should be in pixels looks normalized, because no coordinate is above 1.
 
     No annotated object lies within the first pixel of an image, so such coordinates must be fractions of width and
-    height, from 0 to 1. Always False for images of at most 2 pixels in width or height.
+    height, from 0 to 1. The result is always False for images of at most 2 pixels in width or height.
     """
     return max(box) <= 1 and min(size) > 2

@@ -1,6 +1,6 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
-The caller combines the pieces; each paper's method is one combination. The loss is not averaged over a micro-batch.
+The caller combines the pieces. Each paper's method is one combination. The loss is not averaged over a micro-batch.
 Instead, each micro-batch contributes its share of the mean over the entire optimizer step. The gradient therefore does
 not depend on how a step is split over ranks and micro-batches.
 """
@@ -38,13 +38,13 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Importance ratio: probability of tokens under the current policy, divided by their probability under the old one.
+    """Importance ratios, which divide the probability of tokens under the current policy by that under the old policy.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
-    Exponents are clipped to [-20, 20]; clipped exponents have a gradient of 0 (`bounded_exp`). `is_ratio_clamped` finds
+    Exponents are clipped to [-20, 20]. Clipped exponents have a gradient of 0 (`bounded_exp`). `is_ratio_clamped` finds
     the tokens with a clipped exponent.
 
     Args:
@@ -54,7 +54,7 @@ def importance_ratio(
             whatever the log-probs.
         level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalized ratio of GSPO
             (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but each token's ratio has the
-            gradient of the token's own log-prob (GSPO-token, eq. 14). The advantages may then differ between tokens.
+            gradient of the token's own log-prob (GSPO-token, eq. 14). The advantages can then differ between tokens.
 
     Returns:
         [B, T], or [B, 1] for "sequence". With "token", a token's ratio is exactly 1 if its `logprobs` equals
@@ -105,14 +105,14 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate: no gradient if the ratio has left the clip range in the direction of the advantage.
+    """PPO's clipped surrogate. A ratio that left the clip range in the direction of the advantage has no gradient.
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit: it
-    grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the bound. For
-    A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729). INTELLECT-2's
-    two-sided clipping (arXiv:2505.07291) is the same as dual-clip PPO, with the name delta for c.
+    Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit,
+    because it grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the
+    bound. For A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729).
+    INTELLECT-2's two-sided clipping (arXiv:2505.07291) is the same as dual-clip PPO, with the name delta for c.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -146,7 +146,7 @@ def clipped_surrogate(
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
 
-    With A > 0 a low ratio is not clipped: the minimum is r A, and its gradient raises the ratio again.
+    With A > 0, a low ratio is not clipped, because the minimum is r A. The gradient of r A raises the ratio again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -163,7 +163,7 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
 def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
 
-    With A < 0 a high ratio is not clipped: the minimum is r A, and its gradient lowers the ratio again.
+    With A < 0, a high ratio is not clipped, because the minimum is r A. The gradient of r A lowers the ratio again.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -271,9 +271,9 @@ def gmpo_surrogate(
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
         loss = -exp( mean over trained t of c ) A
 
-    GMPO is geometric-mean policy optimization (arXiv:2507.20673). The clip limits are in nats: a token's ratio counts
-    as at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped to
-    [-20, 20] (`bounded_exp`).
+    GMPO is geometric-mean policy optimization (arXiv:2507.20673). The clip limits are in nats, so a token's ratio
+    counts as at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped
+    to [-20, 20] (`bounded_exp`).
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -305,7 +305,7 @@ def kl_cov_surrogate(
     *,
     coefficient: float = 1.0,
 ) -> Tensor:
-    """KL-Cov: no clip, but a penalty for changing the log-probs of the few tokens that lower the entropy most.
+    """KL-Cov does not clip. It penalizes changes to the log-probs of the few tokens that lower the entropy most.
 
         d = logprobs - old_logprobs
         loss = -exp(d) A + (coefficient |d| where selected, else 0)
@@ -426,15 +426,15 @@ def vespo_surrogate(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> Tensor:
-    """VESPO: instead of a clip, weight each token's log-probability by a soft function of its completion's ratio.
+    """VESPO multiplies each token's log-probability by a soft function of its completion's ratio, instead of clipping.
 
         w = product over trained t of r[b, t] (times rollout_weights[b, t])
         phi = exp(lambda) w^k exp(-lambda w),   where k and lambda depend on the sign of A
         loss = -stop_gradient(phi) A logprob
 
     phi is 1 at w = 1, has its maximum at w = k / lambda and goes to 0 for small and for large w. VESPO is variational
-    sequence-level soft policy optimization (arXiv:2602.10693). As in TRL, values are clipped: log-ratios to [-20, 20]
-    nats, the logs of w and of `rollout_weights` to [log 1e-8, 20], and lambda to at least 1e-4.
+    sequence-level soft policy optimization (arXiv:2602.10693). As in TRL, log-ratios are clipped to [-20, 20] nats, the
+    logs of w and of `rollout_weights` are clipped to [log 1e-8, 20], and lambda is clipped to at least 1e-4.
 
     Args:
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
@@ -443,7 +443,7 @@ def vespo_surrogate(
         advantages: [B, 1].
         rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
             without an off-policy correction.
-        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w; a larger lambda makes phi
+        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w. A larger lambda makes phi
             fall faster towards large w.
         negative: k and lambda where A < 0.
 
@@ -486,7 +486,7 @@ def rollout_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Off-policy correction weights: the policy's probability of the sampled tokens, divided by the engine's.
+    """Off-policy correction weights, which divide the policy's probability of the sampled tokens by the engine's.
 
     Even for the same model, an inference engine and the training code compute slightly different probabilities.
 
@@ -542,7 +542,7 @@ def rollout_weights(
 def keeps_sequence(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, advantages: Tensor, *, threshold: float
 ) -> Tensor:
-    """Off-policy sequence masking: drop completions of negative advantage that have become unlikely.
+    """Off-policy sequence masking, which drops completions of negative advantage that have become unlikely.
 
         kept[b] = A[b] >= 0  or  mean over trained t of (rollout_logprobs - logprobs) <= threshold
 
@@ -583,10 +583,10 @@ def kl_divergence(
         k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
 
     For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
-    never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). Only the gradient of k2 is an unbiased
-    estimate of the gradient of the KL; the gradients of k1 and k3 are not. GRPO uses k3 without bounds
-    (arXiv:2402.03300, eq. 4). Here, d in k3 is clipped to [-20, 20], and k3 itself is clipped to at most 10; clipped
-    values have a gradient of 0. With these bounds, k3 is unbiased only if no token is clipped (`is_k3_clamped`).
+    never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradient of k2 is an unbiased estimate of
+    the gradient of the KL, but the gradients of k1 and k3 are not. GRPO uses k3 without bounds (eq. 4 of
+    arXiv:2402.03300). Here, d in k3 is clipped to [-20, 20], and k3 itself is clipped to at most 10. Clipped values
+    have a gradient of 0. With these bounds, k3 is unbiased only if no token is clipped (`is_k3_clamped`).
 
     Args:
         logprobs: [B, T] nats, of the policy.

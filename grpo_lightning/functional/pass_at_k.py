@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
-    """Unbiased estimate, from n >= k completions, of pass@k: the chance that at least one of k solves the prompt.
+    """Estimate pass@k, the chance that at least one of k completions solves the prompt, from n >= k completions.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    This is equation 1 of Chen et al. 2021 (arXiv:2107.03374). The plain estimate, 1 - (1 - c / n)^k, is too low. pass@1
-    is c / n, and its mean over prompts is avg@n.
+    This unbiased estimate is equation 1 of Chen et al. 2021 (arXiv:2107.03374). The plain estimate, 1 - (1 - c / n)^k,
+    is too low. pass@1 is c / n, and its mean over prompts is avg@n.
 
     Args:
         solved: [N] c, number of completions that solve their prompt.
@@ -78,8 +78,8 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
         low, high = (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
-    the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size: the
-    number of independent attempts that would be as informative as the N prompts with G completions each. It is
+    the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size, that
+    is, the number of independent attempts that would be as informative as the N prompts with G completions each. It is
     estimated as n = N p (1 - p) / v. Here p (1 - p) is the variance of a single attempt, and v is the variance of the
     values. The estimate is limited to the range from N (if all completions of a prompt are equal) to N x G (if all
     completions are independent). Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.

@@ -1,4 +1,4 @@
-"""Load-balancing loss of mixtures of experts; its sums over tokens can be added over micro-batches and ranks."""
+"""Load-balancing loss of mixtures of experts, with sums over tokens that can be added over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
 
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
-    """Find the tokens of highest covariance: their updates lower the entropy most (KL-Cov, arXiv:2505.22617).
+    """Find the tokens of highest covariance. Their updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
     The tokens with the highest `token_covariances` are chosen. The number of chosen tokens is floor(fraction M), but at
-    least 1. Many covariances may be equal, for example if the policy is certain of many tokens (log-prob 0), or if all
+    least 1. Many covariances can be equal, for example if the policy is certain of many tokens (log-prob 0), or if all
     advantages are 0.
 
     Args:
@@ -70,7 +70,7 @@ def random_covariance_tokens(
     """Choose tokens of high covariance at random, to remove their gradient (Clip-Cov, arXiv:2505.22617).
 
     Candidates are the tokens with low < covariance < high that are not clipped. The number of chosen candidates is
-    floor(fraction M), but at least 1; if there are fewer candidates, all of them are chosen.
+    floor(fraction M), but at least 1. If there are fewer candidates, all of them are chosen.
 
     Args:
         logprobs: [M] nats.

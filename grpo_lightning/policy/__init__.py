@@ -1,1 +1,1 @@
-"""The policy: loading it, scoring completions under it, and its frozen reference."""
+"""The policy, the code that loads it and scores completions under it, and its frozen reference."""

@@ -1,8 +1,8 @@
-"""peft's adapters in a model: find their layers and weights, switch adapters, and compare the policy with its base.
+"""Code that finds layers and weights of peft's adapters, switches adapters, and compares the policy with its base.
 
 In peft, every adapter has a name. The trained adapter, which is the one that the run trains, keeps the name with which
-it was created or loaded. A second adapter, `STARTING`, is a frozen copy of the initial adapter; the reference runs with
-this copy. peft is imported inside the functions that need it, because it may not be installed.
+it was created or loaded. A second adapter, `STARTING`, is a frozen copy of the initial adapter. The reference runs with
+this copy. peft is imported inside the functions that need it, because it is not always installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def adapter_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def switched_modules(model: nn.Module) -> Iterator[Any]:
-    """Iterate over modules that an adapter changes: layers with adapters, and copied layers (`modules_to_save`)."""
+    """Iterate over modules that an adapter changes.
+
+    These are the layers with adapters, and the copied layers (`modules_to_save`).
+    """
     return (module for module in model.modules() if is_adapter_layer(module) or is_copied(module))
 
 
@@ -66,10 +69,11 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 
 
 class UpdateDropout(nn.Dropout):
-    """Dropout that is active only in forward passes with a gradient: not for sampling, old or reference log-probs.
+    """Dropout that is active only in forward passes with a gradient.
 
-    Dropout is active only if both train mode and grad mode are on. When activation checkpointing recomputes a forward
-    pass in the backward pass, grad mode is on, so the recompute drops the same activations.
+    Sampling, old log-probs and reference log-probs are computed without dropout. Dropout is active only if both train
+    mode and grad mode are on. When activation checkpointing recomputes a forward pass in the backward pass, grad mode
+    is on, so the recompute drops the same activations.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,7 +82,10 @@ class UpdateDropout(nn.Dropout):
 
 
 def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
-    """Set the dropout rate of an adapter (None: the adapter that the run trains), whatever rate it was saved with."""
+    """Set the dropout rate of an adapter, whatever rate it was saved with.
+
+    If `adapter` is None, the rate is set for the adapter that the run trains.
+    """
     adapter = adapter or trained_adapter(policy)
     for layer in adapter_layers(policy):
         layer.lora_dropout[adapter] = UpdateDropout(rate) if rate else nn.Identity()
@@ -223,8 +230,8 @@ def add_starting_adapter(policy: Any) -> None:
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
     """Iterate over the frozen weights of the base model, except weights that are computed while the model is loaded.
 
-    Two kinds of weights are computed while the model is loaded: quantized weights, and weights of layers that PiSSA,
-    OLoRA or LoftQ changes when it initializes the adapter. The last bits of these weights depend on the device and the
+    Quantized weights are computed while the model is loaded. The same is true for weights of layers that PiSSA, OLoRA
+    or LoftQ changes when it initializes the adapter. The last bits of computed weights depend on the device and the
     number of threads, so checksums of these weights could not be compared between machines.
     """
     configs: Any = policy.peft_config
@@ -238,7 +245,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def untie(policy: Any) -> None:
-    """Untie embeddings and head if one of them has an adapter: merging the adapter must not change the other one.
+    """Untie embeddings and head if one has an adapter, because merging the adapter must not change the other one.
 
     Args:
         policy: Model with adapters; its base model is changed in place.

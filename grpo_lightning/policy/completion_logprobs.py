@@ -13,8 +13,8 @@ Both paths give the same values and gradients, up to rounding. A completion is s
 With different paths, the two log-probs of an importance ratio could differ by rounding alone.
 
 Completions of similar length run together in a chunk. Each chunk is one forward pass, and is padded to its longest
-completion. Smaller chunks compute less padding, but every pass costs additional time: for launching its operations and,
-if the weights are sharded, for gathering the weights. `AutoChunks` weighs the two costs.
+completion. Smaller chunks compute less padding, but every pass costs additional time to launch its operations and, if
+the weights are sharded, to gather the weights. `AutoChunks` weighs the two costs.
 
 The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
 in one of two ways:
@@ -24,7 +24,7 @@ full: The model itself computes the logits, [rows, T, V], of all tokens at once.
 sliced: The logits are computed for one slice of tokens at a time. If there are several slices, the logits of a slice
 are freed before the next slice is computed, and are recomputed in the backward pass. Padding is skipped.
 
-The policy is only called through the forward of its root module, because hooks of its modules may gather sharded
+The policy is only called through the forward of its root module, because hooks of its modules can gather sharded
 weights. Therefore no code here calls the head directly. Instead, the head's `forward` is replaced while the root module
 runs, so that the replacement runs inside the hooks of the head.
 """
@@ -68,7 +68,7 @@ ScoringPath = Literal["extended", "dense"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Per-token results of a forward pass; zeros at padding."""
+    """Per-token results of a forward pass, which are 0 at padding."""
 
     logprobs: Tensor
     """[B, T] float32 nats at the sampling temperature."""
@@ -238,13 +238,13 @@ class Scorer:
         return computed - real - prompts, computed
 
     def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch in tokens: the number of computed tokens, plus an overhead for each forward pass.
+        """Cost of a micro-batch in tokens. It is the number of computed tokens, plus an overhead for each forward pass.
 
         The computed tokens include padding. The overhead is `AutoChunks.pass_tokens`, or 0 without `AutoChunks`.
 
         Args:
             prompt_lengths: [N] tokens of each prompt.
-            completion_lengths: [B] tokens of each completion; B may be 0, which costs nothing.
+            completion_lengths: [B] tokens of each completion. B can be 0, and the cost is then 0.
         """
         if not completion_lengths:
             return 0
@@ -376,7 +376,7 @@ class AutoChunks:
 
 
 def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, number: int = 1) -> list[int]:
-    """Split completions into at least `number` consecutive chunks; return the number of completions in each chunk.
+    """Split completions into at least `number` consecutive chunks, and return the number of completions in each chunk.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
@@ -462,7 +462,7 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 
 def prompt_weights(batch: MicroBatch) -> Tensor:
-    """[N, L] how often the routing of a prompt's token counts: once per completion that is trained on."""
+    """[N, L] how often the routing of a prompt's token counts. It counts once per completion that is trained on."""
     numbers = torch.arange(len(batch.prompt_ids), device=batch.prompt_index.device)
     is_its_own = (batch.prompt_index == numbers[:, None]) & is_trained(batch, None)[:, 0]  # [N, B]
     return batch.prompt_mask * is_its_own.sum(1, keepdim=True)
@@ -495,7 +495,7 @@ def is_trained(batch: MicroBatch, rows: Tensor | None) -> Tensor:
 
 
 def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
-    """Context that records the logits of the routers in a list; records nothing without routers."""
+    """Context in which the logits of the routers are added to a list. If `routers` is None, the list stays empty."""
     return contextlib.nullcontext([]) if routers is None else routers.recording()
 
 
@@ -509,7 +509,7 @@ def place(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: Vis
 def showing(
     model: nn.Module, vision: VisionInputs | None, *, keeps: bool = False
 ) -> AbstractContextManager[dict[str, Any]]:
-    """Context in which the model's forward runs with the prompts' images; see `vision.showing_images`.
+    """Context in which the model's forward runs with the prompts' images (see `vision.showing_images`).
 
     It yields the image arguments of the forward. For a text-only model, `vision` is None and there are no such
     arguments.
@@ -520,7 +520,7 @@ def showing(
 def extended_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Run the prompt pass; return the function that runs the completion pass for a chunk, and the prompts' routing."""
+    """Run the prompt pass. Return the function that runs the completion pass for a chunk, and the prompts' routing."""
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     columns = columns_of_prompts(model, prefix, batch, placed, head)
@@ -683,7 +683,9 @@ class Head(Protocol):
     """The vocabulary head of a forward pass."""
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """Run the prompts; return the outputs [N, 1, ...] at their last tokens, which predict the first new tokens.
+        """Run the prompts, and return the outputs [N, 1, ...] at their last tokens.
+
+        These outputs predict the first new tokens.
 
         Args:
             model: The policy.
@@ -728,7 +730,7 @@ class FullHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """Run the prompts; return the logits [N, 1, V] at their last tokens."""
+        """Run the prompts, and return the logits [N, 1, V] at their last tokens."""
         return at_columns(model(**inputs).logits, last)
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
@@ -739,7 +741,7 @@ class FullHead:
 
 @dataclass
 class SlicedHead:
-    """Vocabulary head that computes log-probs and entropies of one slice of tokens at a time; it skips padding.
+    """Vocabulary head that computes log-probs and entropies of one slice of tokens at a time, and skips padding.
 
     Args:
         temperature: Divides the logits.
@@ -756,7 +758,7 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """Run the prompts; return hidden states [N, 1, H]. The head runs on them later, in `score`."""
+        """Run the prompts, and return hidden states [N, 1, H]. The head runs on them later, in `score`."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
@@ -770,7 +772,7 @@ class SlicedHead:
         return (states / self.scale).to(dtypes[0])  # type: ignore[no-any-return]
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
-        """Score slice by slice; the model's code after the head gets the scores instead of logits."""
+        """Score the tokens slice by slice. The model's code after the head gets the scores instead of logits."""
 
         def score_slices(logits: Logits, hidden: Tensor) -> Tensor:
             places = mask.flatten().nonzero()[:, 0]
@@ -794,7 +796,7 @@ class SlicedHead:
         return scores / self.scale  # type: ignore[no-any-return]
 
     def score_slice(self, logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Score one slice: hidden states [S, H] and tokens [S] to [S, 2]."""
+        """Compute the [S, 2] log-probs and entropies of a slice of tokens [S] with hidden states [S, H]."""
         return token_scores(logits(hidden), ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
 
 
@@ -858,10 +860,11 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 
 @torch.no_grad()
 def logit_scale(model: nn.Module) -> float | None:
-    """Measure the factor by which the model multiplies its head's output; None if the model does more than multiply.
+    """Measure the factor by which the model multiplies its head's output.
 
-    Soft-capping that the config declares (`final_logit_softcapping`) does not affect the result: `head_replaced`
-    disables it in the model, and applies it only in `logits`, which is not called here.
+    If the model does more than multiply, the result is None. Soft-capping that the config declares
+    (`final_logit_softcapping`) does not affect the result, because `head_replaced` disables it in the model.
+    `head_replaced` applies soft-capping only in `logits`, and `logits` is not called here.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

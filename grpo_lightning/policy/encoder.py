@@ -1,4 +1,4 @@
-"""Encoding prompts: token ids, and image tensors made by the policy's own processor.
+"""Encode prompts as token ids, and their images as tensors that the policy's own processor makes.
 
 The processor encodes one prompt at a time, once for all completions of the prompt. Encoded prompts therefore never
 have to be sliced out of a batch.
@@ -159,7 +159,10 @@ class Encoder:
             )
 
     def check_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise ValueError if a token has no embedding: the tokenizer belongs to another model, or was extended."""
+        """Raise ValueError if a token has no embedding.
+
+        In this case, the tokenizer belongs to another model, or was extended.
+        """
         size = 0 if self.config is None else vocabulary_size(self.config)
         if size and max(ids, default=0) >= size:
             token = max(ids)
@@ -192,7 +195,7 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt. Images are not decoded: the number of an image's tokens depends only on its size.
+        """Length L of a prompt. Images are not decoded, because their number of tokens depends only on their size.
 
         Raises:
             ValueError: If the prompt cannot be tokenized, or contains something that the policy does not support.
@@ -228,7 +231,10 @@ class Encoder:
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Render messages as text. A final assistant message is continued; otherwise an assistant turn is opened."""
+        """Render messages as text that ends in an open assistant turn.
+
+        If the last message is an assistant message, this turn stays open. If not, a new assistant turn is opened.
+        """
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
             [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
@@ -379,9 +385,10 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
 
 
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
-    """Tokenize a prompt: text unchanged, or messages rendered with the chat template and an open assistant turn.
+    """Tokenize a prompt, which is either a text or messages that the chat template renders.
 
-    If the last message is an assistant message (a prefilled answer), the completions continue this message.
+    A text is tokenized unchanged. After messages, the template opens an assistant turn. But if the last message is an
+    assistant message (a prefilled answer), the completions continue this message.
 
     Args:
         prompt: Text or messages.

@@ -126,7 +126,7 @@ def unknown_reason(config: Any) -> str | None:
 
 
 def refuse_remote_code(name: str, model_type: str | None) -> None:
-    """Raise ValueError if this model type needs remote code; the message names native checkpoints."""
+    """Raise ValueError if this model type needs remote code. The message names native checkpoints."""
     if model_type in REMOTE_CODE:
         raise ValueError(
             f"model.policy {name!r} is a checkpoint with remote code (model type {model_type}), which cannot be "
@@ -142,12 +142,12 @@ def vision_parts(model: nn.Module, family: Family) -> Iterator[nn.Module]:
 
 
 def inner_model(model: nn.Module) -> Any:
-    """The model without its head: maps images and tokens to hidden states."""
+    """The model without its head. It maps images and tokens to hidden states."""
     return base_model(model).model
 
 
 def is_tower_trained(model: nn.Module) -> bool:
-    """True if images have to be encoded again in every pass: the vision tower is trained, or its family is unknown."""
+    """True if every pass has to encode images again, because the vision tower is trained or its family is unknown."""
     family = family_of(base_model(model).config)
     if family is None:
         return True
@@ -166,7 +166,10 @@ def freeze_vision(model: nn.Module) -> None:
 
 
 def freeze_unused(model: nn.Module) -> None:
-    """Freeze unused modules of the vision tower, because DDP would wait for their gradients; log their names."""
+    """Freeze the unused modules of the vision tower, and log their names.
+
+    If they were not frozen, DDP would wait for their gradients.
+    """
     for name, module in unused_parts(model).items():
         if any(weight.requires_grad for weight in module.parameters()):
             module.requires_grad_(False)

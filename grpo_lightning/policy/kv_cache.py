@@ -1,6 +1,7 @@
 """KV caches for scoring and for decoding, in which the completions of a prompt share the prompt's keys and values.
 
-Scoring. `PrefixCache` is a write-once cache: the states of each prompt are stored once and only read afterwards.
+Scoring. `PrefixCache` is a write-once cache, that is, the states of each prompt are stored once and only read
+afterwards.
 
     prefix = PrefixCache(model.config)                                   # the prompt pass fills it
     model(**prompts, cache=prefix, use_cache=True)
@@ -53,7 +54,7 @@ class UnsupportedCacheError(NotImplementedError):
 
 
 class LostCacheError(RuntimeError):
-    """The model did not store the prompt: scoring would give wrong log-probs and gradients."""
+    """The model did not store the prompt, so scoring would give wrong log-probs and gradients."""
 
 
 def expand_to_rows(states: Tensor, rows: Rows) -> Tensor:
@@ -65,7 +66,7 @@ def expand_to_rows(states: Tensor, rows: Rows) -> Tensor:
 
 
 class StoredAttention(DynamicLayer):
-    """Full-attention layer in the cache of the prompt pass: stores the keys and values of the first update."""
+    """Full-attention layer in the cache of the prompt pass. It stores the keys and values of the first update."""
 
     dtype: torch.dtype
     device: torch.device
@@ -90,22 +91,22 @@ class StoredAttention(DynamicLayer):
 
 
 class StoredSlidingAttention(StoredAttention, DynamicSlidingWindowLayer):
-    """Sliding-window layer in the cache of the prompt pass: stores the last window."""
+    """Sliding-window layer in the cache of the prompt pass. It stores only what the next token can attend to."""
 
     def visible(self, states: Tensor) -> Tensor:
-        """The last `sliding_window - 1` positions: the next token completes the window."""
+        """The last `sliding_window - 1` positions, because the next token completes the window."""
         return states[:, :, -self.sliding_window + 1 :, :]
 
 
 class ReadAttention(DynamicLayer):
-    """Full-attention layer in the cache of the completion pass: prepends the repeated prompt, and stores nothing."""
+    """Full-attention layer in the cache of the completion pass. It prepends the repeated prompt, and stores nothing."""
 
     def __init__(self, stored: StoredAttention, rows: Rows) -> None:
         super().__init__()
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Refer to the stored prompt; also set `keys`, from which transformers reads lengths and mask sizes."""
+        """Refer to the stored prompt. Also set `keys`, because transformers reads lengths and mask sizes from it."""
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 
@@ -138,7 +139,7 @@ READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttentio
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Linear-attention layer in the cache of the prompt pass: refers to the convolution and recurrent states."""
+        """Linear-attention layer in the cache of the prompt pass. It stores the convolution and recurrent states."""
 
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -154,7 +155,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return conv_states
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Store the state. `has_previous_state` stays False: a recompute must start without a state."""
+            """Store the state. `has_previous_state` stays False, because a recompute must start without a state."""
             if not self.is_recurrent_states_initialized[state_idx]:
                 self.recurrent_states[state_idx] = recurrent_states
                 self.is_recurrent_states_initialized[state_idx] = True
@@ -186,7 +187,7 @@ if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_sta
             return conv_states if previous is None else torch.cat([previous, conv_states], -1)
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            """Store nothing: the next chunk of completions starts after the prompt again."""
+            """Store nothing, because the next chunk of completions starts after the prompt again."""
             return recurrent_states
 
     class StoredHybrid(StoredLinear, StoredAttention):
@@ -219,7 +220,7 @@ def stores_keys(config: PretrainedConfig) -> bool:
 
 
 class PrefixCache(Cache):
-    """Cache of the prompt pass: filled by one forward pass over the prompts.
+    """Cache of the prompt pass. One forward pass over the prompts fills this cache.
 
     Raises:
         UnsupportedCacheError: If a cache layer of the model is not in `STORES`, or the config does not contain the
@@ -236,7 +237,10 @@ class PrefixCache(Cache):
 
     @property
     def is_full_attention(self) -> bool:
-        """True if all layers have full attention: a token's state depends neither on later tokens nor on its column."""
+        """True if all layers have full attention.
+
+        A token's state then depends neither on later tokens nor on its column.
+        """
         return all(type(layer) is StoredAttention for layer in self.layers)
 
     def check_filled(self) -> None:
@@ -250,12 +254,12 @@ class PrefixCache(Cache):
                 )
 
     def reorder(self, columns: Tensor) -> None:
-        """Reorder the columns of the prompts' stored keys and values; all layers must have full attention.
+        """Reorder the columns of the prompts' stored keys and values. All layers must have full attention.
 
-        Reordering is not part of the prompt pass, because activation checkpointing may run that pass again.
+        Reordering is not part of the prompt pass, because activation checkpointing can run that pass again.
 
         Args:
-            columns: [N, L] indices of old columns: in prompt n, new column j gets the states of old column
+            columns: [N, L] indices of old columns. In prompt n, new column j gets the states of old column
                 `columns[n, j]`.
 
         Raises:
@@ -269,7 +273,7 @@ class PrefixCache(Cache):
             )
 
     def extend(self, rows: Rows) -> ExtendedCache:
-        """Cache of the completion pass: the prompts' states, repeated for `rows`.
+        """Make the cache of the completion pass. It contains the prompts' states, repeated for `rows`.
 
         Raises:
             LostCacheError: If the prompt pass left a layer empty.
@@ -281,7 +285,7 @@ class PrefixCache(Cache):
 
 
 class ExtendedCache(Cache):
-    """Cache of the completion pass: reads the prompt and stores nothing."""
+    """Cache of the completion pass. It reads the prompt and stores nothing."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The prompts' convolution states, repeated for the completions."""
@@ -318,8 +322,8 @@ class DecodingCache(Protocol):
         """Make room for one more token per row.
 
         Returns:
-            Arguments of the model's forward. The KV cache is named `cache`; `known_arguments` changes this name to the
-            model's own.
+            Arguments of the model's forward. The KV cache is named `cache`. The function `known_arguments` changes this
+            name to the model's own.
         """
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
@@ -399,10 +403,10 @@ class SharedPrompts(Cache):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the completion; s_p and s_c
-    are the log-sum-exps of the scores of the two parts. The queries of all completions of a prompt attend to the
-    prompt's keys in one matrix product, without a copy of the keys per completion or per query head. In the names of
-    attributes and arguments, `own` stands for the completion tokens of a row.
+    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the completion. The
+    log-sum-exps of the scores are s_p for the prompt and s_c for the completion. The queries of all completions of a
+    prompt attend to the prompt's keys in one matrix product, without a copy of the keys per completion or per query
+    head. In the names of attributes and arguments, `own` stands for the completion tokens of a row.
 
     Rows that join during decoding (`join`) have fewer completion tokens than the rows that were there before. The k-th
     completion token of a row is always in column k, and a bias masks the columns that a row has not filled yet.
@@ -538,7 +542,7 @@ class SharedPrompts(Cache):
         self.count_ages([self.start[row] for row in rows])
 
     def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
-        """Copy the states of a row: those of its prompt, and those of its first `num_own` completion tokens.
+        """Copy the states of a row's prompt, and of the row's first `num_own` completion tokens.
 
         Args:
             row: The row.
@@ -564,7 +568,7 @@ class SharedPrompts(Cache):
         """Append the prompts and rows of another cache.
 
         The rows of the other cache must not have completion tokens yet. The other cache must not be used afterwards.
-        All prompts, old and new, are left-padded to the length of the longest one; on CUDA, this length is rounded up
+        All prompts, old and new, are left-padded to the length of the longest one. On CUDA, this length is rounded up
         to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
@@ -595,11 +599,11 @@ class SharedPrompts(Cache):
         self.changes += 1
 
     def group(self, prompt_of: list[int]) -> None:
-        """Group the rows by prompt, and give each row a place: its index within its group.
+        """Group the rows by prompt, and give each row a place, which is the row's index within its group.
 
         `row_at` holds the row at each place of each group. `place_of` holds the group and the place of each row. All
-        groups have as many places as the largest group has rows. An unused place refers to row 0; the attention that is
-        computed for an unused place is dropped.
+        groups have as many places as the largest group has rows. An unused place refers to row 0, and the attention
+        that is computed for this place is dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]
         places = []
@@ -683,7 +687,7 @@ class SharedPrompts(Cache):
 
 
 def merge_parts(of_own: Tensor, own_sum: Tensor, of_prompt: Tensor, prompt_sum: Tensor) -> Tensor:
-    """Merge attention to the prompt and attention to the completion; see `SharedPrompts` for the formula.
+    """Merge attention to the prompt and attention to the completion by the formula in `SharedPrompts`.
 
     Args:
         of_own: [..., head size] output of attention to the completion tokens.
@@ -765,9 +769,10 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
-    """The fused kernel behind torch's `scaled_dot_product_attention`; `matrix_products` if none supports the arguments.
+    """Choose the fused kernel behind torch's `scaled_dot_product_attention`, or `matrix_products`.
 
-    Older GPUs have no kernels for bfloat16, and no GPU has kernels for head sizes that are not multiples of 8.
+    The choice is `matrix_products` if no fused kernel supports the arguments. Older GPUs have no kernels for bfloat16,
+    and no GPU has kernels for head sizes that are not multiples of 8.
     """
     kernel = {"cpu": flash_of_cpu, "cuda": efficient_of_cuda}.get(device_type, matrix_products)
     sample = torch.zeros(1, 1, 8, head_size, dtype=dtype, device=device_type)
@@ -819,7 +824,7 @@ def masking_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_left(states: Tensor, length: int) -> Tensor:
-    """Bring left-padded states [..., L, size] to `length` tokens: add zeros on the left, or drop padding there."""
+    """Bring left-padded states [..., L, size] to `length` tokens by adding zeros or dropping padding on the left."""
     return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 

@@ -71,7 +71,7 @@ class Policy:
 
 
 class PolicyLoader(PolicySettings):
-    """Loads the policy described by its settings: tokenizer, processor, weights and scorer.
+    """Loads the tokenizer, processor, weights and scorer that the policy's settings describe.
 
     The arguments are those of `PolicySettings`.
     """
@@ -166,14 +166,21 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
-        """The scorer's `chunk_size`: the setting, or with "auto" a choice by the cost of this model's forward pass."""
+        """Choose the scorer's `chunk_size`.
+
+        If the setting `chunk_size` is "auto", the cost of this model's forward pass decides. If not, the setting is
+        returned unchanged.
+        """
         if self.chunk_size != "auto":
             return self.chunk_size
         is_checkpointed = self.activation_checkpointing == "chunks"
         return auto_chunks(config, device_type, is_sharded=is_sharded, is_checkpointed=is_checkpointed)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer, with a pad token; for a multimodal policy, the tokenizer of its processor."""
+        """Load the tokenizer, and make sure that it has a pad token.
+
+        For a multimodal policy, this is the tokenizer of its processor.
+        """
         return self.load_encoder().tokenizer
 
     def load_processor(self) -> Any:
@@ -207,8 +214,8 @@ class PolicyLoader(PolicySettings):
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
-            attention: Kernel to request from transformers. None uses `self.attention`; if that is "auto", the model's
-                default kernel is used.
+            attention: Kernel to request from transformers. None uses `self.attention`, or the model's default kernel if
+                `self.attention` is "auto".
             device_type: Device type that quantized weights are stored on; None means CUDA if available.
         """
         from transformers import PreTrainedModel
@@ -257,7 +264,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 
 def meta_model(config: PretrainedConfig, **options: Any) -> Any:
-    """Build the model of a config on the meta device: parameters have shapes but no memory.
+    """Build the model of a config on the meta device, where parameters have shapes but no memory.
 
     Args:
         config: The model's config, which is not changed.
@@ -393,7 +400,7 @@ def refuse_non_causal(model: nn.Module) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0: active dropout gives importance ratios of 0.85 to 1.15 before any update.
+    """Set every dropout rate to 0, because active dropout gives importance ratios of 0.85 to 1.15 before any update.
 
     Models store dropout rates in modules or attributes, or read them from the config in every forward pass.
     """
@@ -419,7 +426,7 @@ def disable_router_loss(model: nn.Module) -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Activation checkpointing: recompute every decoder layer in the backward pass, without dropping the KV cache.
+    """Recompute every decoder layer in the backward pass (activation checkpointing), without dropping the KV cache.
 
     Only the `forward` of each layer is wrapped, not the layer itself. Hooks that sharding strategies add to the layer
     therefore do not run again when the layer is recomputed. transformers' own gradient checkpointing cannot be used,
@@ -627,7 +634,7 @@ def keep_differentiable(model: nn.Module) -> None:
     """Keep the differentiable weight layout of 4-bit layers on CPUs.
 
     On CPUs with bf16 instructions, bitsandbytes repacks 4-bit weights in the first forward pass in eval mode. The
-    product with repacked weights has no backward pass: after the first rollout, most adapters would get no gradient.
+    product with repacked weights has no backward pass, so most adapters would get no gradient after the first rollout.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

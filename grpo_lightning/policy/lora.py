@@ -25,7 +25,7 @@ OF_ADAPTERS = (
 
 @dataclass
 class LoRA:
-    """Low-rank adapters (arXiv:2106.09685): a layer's weight is W + alpha / rank * B A, and only A and B are trained.
+    """Low-rank adapters (arXiv:2106.09685). A layer's weight is W + alpha / rank * B A, and only A and B are trained.
 
     The base is the model without adapters. New adapters start with B = 0, so that the initial policy equals the base.
     Adapters are float32, whatever the dtype of the base.
@@ -35,12 +35,12 @@ class LoRA:
         alpha: B A is scaled by alpha / rank.
         dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Passes for sampling, old and
             reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1. If
-            `model.old_logprobs` is not "rollout", the first update on a rollout is an exception: it uses its own
-            log-probs as old log-probs, so its ratios are 1.
+            `model.old_logprobs` is not "rollout", the first update on a rollout is an exception. Its ratios are 1,
+            because it uses its own log-probs as old log-probs.
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
             the language model except its output head. If the head is tied to the embeddings, an adapter of the head
             changes only the head. Merged exports then contain head and embeddings as separate weights.
-        target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`: mixtures of experts
+        target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`. Mixtures of experts
             store all experts of a layer in one tensor. Every expert gets an A and a B of its own. If the setting is
             None, experts get no adapters.
         use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4). A
@@ -49,8 +49,8 @@ class LoRA:
             alpha / rank, or alpha / sqrt(rank) with `use_rslora`. Each row is scaled to a trained norm, which starts at
             the norm of the same row of W.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
-            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. Modules whose weights
-            are tied to those of other modules are refused.
+            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. A module is refused
+            if its weights are tied to those of another module.
         adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
             layers. The reference is then the base with the initial adapter.
     """

@@ -1,4 +1,4 @@
-"""LoRA injection: add new or saved float32 adapters to a model, the same on every rank."""
+"""Add new or saved float32 LoRA adapters to a model. The adapters are equal on every rank."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def refuse_adapted(model: nn.Module) -> None:
 
 
 def adapted_modules(model: Any, lora: LoRA) -> dict[str, nn.Module]:
-    """By name, the modules that get an adapter and the modules that are trained completely; without expert tensors.
+    """The modules, by name, that get an adapter or are trained completely. Expert tensors are left out.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.

@@ -91,9 +91,9 @@ def _has_experts(settings: Mapping[Any, Any]) -> bool:
 def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
 
-    In older releases of transformers, each expert had its own `gate_proj`, `up_proj` and `down_proj`; now all experts
-    of a layer are one fused tensor. To load old adapters, peft redirects the old names to the fused tensor, even if
-    dense layers or shared experts have these names.
+    In older releases of transformers, each expert had its own `gate_proj`, `up_proj` and `down_proj`. In newer
+    releases, all experts of a layer are one fused tensor. To load old adapters, peft redirects the old names to the
+    fused tensor, even if dense layers or shared experts have these names.
 
     Args:
         model: The base model.
@@ -145,7 +145,7 @@ def saved_modules(
 ) -> dict[str, nn.Module]:
     """Select the modules to train completely, by suffixes of their names.
 
-    A suffix consists of whole components of a name: `head` matches `model.head`, but not `lm_head`.
+    A suffix consists of whole components of a name. For example, `head` matches `model.head`, but not `lm_head`.
 
     Args:
         model: The base model.
@@ -154,10 +154,10 @@ def saved_modules(
 
     Raises:
         ValueError: If a suffix matches no module.
-        ValueError: If a suffix matches a module without weights, with quantized weights, or with weights that are tied
-            to those of another module.
+        ValueError: If a suffix matches a module that has no weights, quantized weights, or weights that are tied to
+            those of another module.
         ValueError: If peft would select more modules than this function. In peft, a suffix can start within a
-            component: `head` also matches `lm_head`.
+            component, so `head` also matches `lm_head`.
         ValueError: If a selected module is part of another selected module.
     """
     found: dict[str, nn.Module] = {}
@@ -205,7 +205,7 @@ def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) ->
 
 
 def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Select the layers that get adapters: linear layers of the language model, and the head if a suffix matches.
+    """Select the linear layers of the language model that get adapters, and also the head if a suffix matches it.
 
     Args:
         model: The base model.

@@ -1,4 +1,4 @@
-"""Choose the code that computes log-probs: the model's declared properties decide first, then a small probe.
+"""Choose the code that computes log-probs, first by the model's declared properties, then by a small probe.
 
 Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
 `policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
@@ -116,7 +116,7 @@ def prompt_alone(batch: MicroBatch, prompt: int) -> MicroBatch:
 
 @torch.no_grad()
 def scored_alone(model: nn.Module, scorer: Scorer, batch: MicroBatch) -> Tensor:
-    """[B, T] log-probs at temperature 1; each prompt is scored alone, and therefore without left padding."""
+    """[B, T] log-probs at temperature 1. Each prompt is scored alone, and therefore has no left padding."""
     alone = [prompt_alone(batch, prompt) for prompt in range(len(batch.prompt_ids))]
     return torch.cat([scorer(model, part, temperature=1.0).logprobs for part in alone])
 
@@ -159,22 +159,22 @@ nats. Padding that leaks into a model's state changes log-probs by 0.01 to 1.5 n
 
 
 def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
-    """Compare two scorers; see `compare`."""
+    """Compare two scorers (see `compare`)."""
     return compare(model, lambda: probe_difference(model, one, other))
 
 
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
-    """Measure how much two ways of computing log-probs differ in a probe: one number, the same on every rank.
+    """Measure how much two ways of computing log-probs differ in a probe. Every rank gets the same number.
 
     If the model computes in float32, each rank takes the maximum difference over its tokens. If the model computes in
     16 bits, each rank takes the mean difference. The result is the maximum over all ranks.
 
     Args:
         model: The policy.
-        difference: Runs the probe and returns, for each token, the absolute difference between the log-probs of the two
-            ways: [tokens] nats. If it raises `OutOfMemoryError` or `FloatingPointError` (logits are NaN), `compare`
-            raises the same error. If it raises any other exception, the result of `compare` contains this exception
-            (`failure`).
+        difference: Function that runs the probe. It returns, for each token, the absolute difference between the
+            log-probs of the two ways ([tokens], in nats). If it raises `OutOfMemoryError` or `FloatingPointError`
+            (logits are NaN), `compare` raises the same error. If it raises any other exception, the result of `compare`
+            contains this exception (`failure`).
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):
@@ -301,7 +301,7 @@ def model_type(model: nn.Module) -> str:
 
 
 def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
-    """Choose the vocabulary head, sliced if the model supports it, else full; also return the reason."""
+    """Choose the sliced vocabulary head if the model supports it, and the full head if not. Also return the reason."""
     full = dataclasses.replace(scorer, head_chunk_size=None)
     if scorer.head_chunk_size is None:
         return full, "full logits: requested"
@@ -324,14 +324,14 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """Absolute differences between the log-probs of the sliced head and those of the full head, in nats.
 
-    On a GPU, the prompt pass of the sliced head leaves out the mask if two conditions hold: the model allows a pass
-    without a mask, and attention is computed in 16 bits (`columns_of_prompts`). The probe may compute in 32 bits
-    although the run computes in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a
-    GPU, the log-probs are therefore compared a second time. In the second comparison, if the model allows a pass
-    without a mask, the prompt pass leaves out the mask in 32 bits too.
+    On a GPU, the prompt pass of the sliced head leaves out the mask if the model allows a pass without a mask and
+    attention is computed in 16 bits (`columns_of_prompts`). The probe can compute in 32 bits although the run computes
+    in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a GPU, the log-probs are
+    therefore compared a second time. In the second comparison, if the model allows a pass without a mask, the prompt
+    pass leaves out the mask in 32 bits too.
 
     Returns:
-        [tokens] on a CPU; [2 * tokens] on a GPU, the differences of both comparisons.
+        The differences: [tokens] on a CPU, and [2 * tokens] on a GPU (both comparisons).
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

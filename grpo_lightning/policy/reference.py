@@ -1,4 +1,4 @@
-"""The reference policy of the KL term: the policy as it was when the run began.
+"""The reference policy of the KL term, which is the policy as it was when the run began.
 
 With `sync_reference`, the reference is periodically updated towards the policy (TR-DPO, arXiv:2404.09656):
 
@@ -51,7 +51,7 @@ class FrozenCopy(nn.Module):
         self.model, self.has_policys_tower = model, has_policys_tower
         self.eval()
         self.has_moved = False
-        """True once the reference has been updated: checkpoints must then contain the reference."""
+        """True once the reference has been updated. Checkpoints must then contain the reference."""
 
     @contextlib.contextmanager
     def scoring(self, policy: nn.Module) -> Iterator[nn.Module]:
@@ -71,12 +71,12 @@ class FrozenCopy(nn.Module):
         yield self.model
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """The reference's weights; weights that the policy does not train may be shared with the policy."""
+        """The reference's weights. Weights that the policy does not train can be shared with the policy."""
         return self.model.parameters()
 
 
 class OtherAdapter:
-    """A reference without a second model: the policy with its initial adapter, or without adapters.
+    """A reference that needs no second model. It is the policy with its initial adapter, or without adapters.
 
     Args:
         adapter: Name of the initial adapter; None if the reference is the base without adapters.
@@ -91,7 +91,7 @@ class OtherAdapter:
         return using_adapter(policy, self.adapter)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """The weights of the reference's adapter; the weights of the base belong to the policy."""
+        """The weights of the reference's adapter. The base's weights are left out, because the policy has them."""
         if self.adapter is None:
             return iter(())
         return (weight for name, weight in policy.named_parameters() if f".{self.adapter}." in name)
@@ -144,7 +144,7 @@ def make_reference(
 
 
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
-    """Checksums of the reference's weights, one per dtype (see `checksums`); the same on every device.
+    """Checksums of the reference's weights, one per dtype (see `checksums`). They do not depend on the device.
 
     If the reference equals the initial policy, checkpoints do not contain the reference, and a resumed run makes the
     reference again. The checksums show whether this new reference equals the reference of the checkpoint's run. If the
@@ -175,8 +175,8 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    Loading the policy again by its name is no alternative: the policy may have been built in memory, or changed after
-    loading.
+    Loading the policy again by its name is no alternative, because the policy could have been built in memory, or
+    changed after loading.
 
     Args:
         policy: The model to copy.

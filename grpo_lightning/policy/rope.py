@@ -92,7 +92,7 @@ def fixed_length(model: nn.Module) -> int | None:
 
 
 def module_types(module: nn.Module) -> list[str]:
-    """The rope types of a transformers rotary embedding; empty for other modules."""
+    """The rope types of a transformers rotary embedding, or an empty list for any other module."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):  # one per layer type
         return list(kinds.values())
@@ -100,7 +100,7 @@ def module_types(module: nn.Module) -> list[str]:
 
 
 def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Forward pre-hook: append one position to the position ids, so that every pass uses the same frequencies.
+    """Append one position to the position ids, so that every pass uses the same frequencies (forward pre-hook).
 
     The appended position is that of the last token in a row of `module.fixed_length` tokens. transformers computes the
     frequencies from the largest position id, so every forward pass uses the frequencies for rows of this length.
@@ -122,7 +122,7 @@ def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook: drop the embeddings of the appended position."""
+    """Drop the embeddings of the appended position (forward hook)."""
     if isinstance(output, Tensor):
         return output[..., :-1, :]
     return tuple(part[..., :-1, :] for part in output)

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: find them in a model, and record their logits during forward passes.
+"""Find the routers of a mixture of experts, and record the routers' logits during forward passes.
 
 The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
 forward pass. With a KV cache, the mask covers all tokens, but the logits cover only the new tokens, so these models

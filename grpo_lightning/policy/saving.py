@@ -28,7 +28,8 @@ def write_policy(
     Args:
         model: The policy.
         tokenizer: The policy's tokenizer. For a multimodal policy, its processor, which also saves the tokenizer.
-        folder: The folder to write to; created if missing. Files of an earlier model are replaced; other files stay.
+        folder: The folder to write to. It is created if it is missing. Files of an earlier model are replaced, but
+            other files stay.
         config: Config to save instead of the model's own.
         weights: Weights to save instead of the model's own, under the same names.
     """

@@ -1,7 +1,7 @@
-"""Sharding of the policy's weights over ranks: every rank has the full weights, or a shard of each weight.
+"""Sharding of the policy's weights over ranks. Every rank has the full weights, or a shard of each weight.
 
-The class `Sharding` is for full weights: on one device, or with DDP. Its subclasses are for ZeRO-1 and 2, for ZeRO-3,
-and for FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
+The class `Sharding` is for full weights, either on one device or with DDP. Its subclasses are for ZeRO-1 and 2, for
+ZeRO-3, and for FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sharding:
     """Full weights on every rank."""
 
     is_sharded = False
-    """True if forward passes are collective: all ranks must make the same calls."""
+    """True if forward passes are collective, that is, if all ranks must make the same calls."""
 
     gathers_by_module = False
     """True if the weights of a module are gathered only while it runs, so that other modules cannot use them."""
@@ -44,7 +44,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Context in which models outside the policy, such as reward models, are created; they stay unsharded."""
+        """Context for creating models outside the policy, for example reward models. These models stay unsharded."""
         yield
 
     def shard(self, model: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Sharding:
         yield [self.whole(parameter) for parameter in parameters]
 
     def own_shard(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter that this rank stores between forward passes; not collective."""
+        """The part of a parameter that this rank stores between forward passes. The call is not collective."""
         return parameter.detach()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
@@ -88,12 +88,12 @@ class Sharding:
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def norm_of_last_step(self) -> float | None:
-        """Gradient norm of the last optimizer step, if the norm is known only after the step; else None."""
+        """Gradient norm of the last optimizer step. The result is None if the norm is already known before the step."""
         return None
 
 
 class FullyShard(Sharding):
-    """FSDP2: every decoder layer is gathered when it runs.
+    """Sharding by FSDP2, which gathers every decoder layer when the layer runs.
 
     Args:
         mesh: The data-parallel device mesh.
@@ -134,7 +134,7 @@ class FullyShard(Sharding):
                 part.reshard()
 
     def reshard(self, model: nn.Module) -> None:
-        """Reshard all modules: without a backward pass, embeddings and head stay gathered after the forward pass."""
+        """Reshard all modules. Without a backward pass, embeddings and head stay gathered after the forward pass."""
         for part in fsdp_modules(model):
             part.reshard()
 
@@ -144,12 +144,12 @@ class FullyShard(Sharding):
         return value.full_tensor() if hasattr(value, "full_tensor") else value
 
     def own_shard(self, parameter: Tensor) -> Tensor:
-        """The local shard; the full parameter if a forward pass has left it gathered (see `reshard`)."""
+        """The local shard, or the full parameter if a forward pass has left the parameter gathered (see `reshard`)."""
         value: Tensor = parameter.detach()
         return value.to_local() if hasattr(value, "to_local") else value
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Set a parameter: every rank gets its shard of rank 0's value."""
+        """Set a parameter to rank 0's value. Every rank gets its own shard of this value."""
         from torch.distributed.tensor import distribute_tensor
 
         shard: Any = parameter
@@ -165,7 +165,7 @@ class FullyShard(Sharding):
 
 
 class PartitionedGradients(Sharding):
-    """ZeRO-1 and 2: full weights on every rank, but only DeepSpeed can access the gradients.
+    """Sharding by ZeRO-1 and 2. Every rank has the full weights, but only DeepSpeed can access the gradients.
 
     Args:
         strategy: The DeepSpeed strategy. Once it is set up, its `model` is DeepSpeed's engine.
@@ -177,7 +177,7 @@ class PartitionedGradients(Sharding):
         self.strategy = strategy
 
     def norm(self, gradients: list[Tensor]) -> Tensor | None:
-        """None: the norm is known only after the optimizer step."""
+        """None, because the norm is known only after the optimizer step."""
         return None
 
     def norm_of_last_step(self) -> float | None:
@@ -187,7 +187,7 @@ class PartitionedGradients(Sharding):
 
 
 class Partitioned(PartitionedGradients):
-    """ZeRO-3: every module's weights are gathered when it runs."""
+    """Sharding by ZeRO-3, which gathers every module's weights when the module runs."""
 
     is_sharded = True
     gathers_by_module = True
@@ -258,7 +258,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def whole_group(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Gather the parameters with one collective; DeepSpeed frees the full values afterwards."""
+        """Gather the parameters with one collective. DeepSpeed frees the full values afterwards."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(parameters)):
@@ -272,7 +272,7 @@ class Partitioned(PartitionedGradients):
         return shard
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Set a parameter: every rank gets its partition of rank 0's value."""
+        """Set a parameter to rank 0's value. Every rank gets its own partition of this value."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -326,7 +326,7 @@ def using_full_shapes() -> Iterator[None]:
 
 
 class FullShapes:
-    """Wrapper of a model for weight conversion: its parameters have their full shapes, but no values."""
+    """Wrapper of a model for weight conversion. Its parameters have their full shapes, but no values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -338,7 +338,10 @@ class FullShapes:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules of a model that FSDP2 has sharded, including the model itself; empty if it is not sharded."""
+    """The modules of a model that FSDP2 has sharded, including the model itself.
+
+    The list is empty if FSDP2 has not sharded the model.
+    """
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -370,5 +373,5 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """With ZeRO-3, the tensor that holds this rank's partition of a parameter; else the parameter itself."""
+    """The tensor that holds this rank's partition of a parameter. Without ZeRO-3, this is the parameter itself."""
     return getattr(parameter, "ds_tensor", parameter)

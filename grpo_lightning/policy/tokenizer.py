@@ -29,7 +29,7 @@ it."""
 def load_tokenizer(
     loader: PolicySettings, processor: Any = None, config: PretrainedConfig | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; if its pad token is missing or has no embedding, the eos token becomes the pad token.
+    """Load the tokenizer. If its pad token is missing or has no embedding, the eos token becomes the pad token.
 
     Any token with an embedding can be the pad token, because padding is masked.
 
@@ -109,7 +109,10 @@ def naming_extra() -> Iterator[None]:
 
 
 def origin(loader: PolicySettings) -> dict[str, Any]:
-    """Arguments of `from_pretrained` other than the name; `revision` does not apply to a separate `tokenizer`."""
+    """Arguments of `from_pretrained` other than the name.
+
+    The setting `revision` does not apply to a separate `tokenizer`.
+    """
     return {
         "revision": "main" if loader.tokenizer else loader.revision,
         "trust_remote_code": loader.trust_remote_code,

@@ -1,4 +1,4 @@
-"""Trainable parameters: all weights, all but the first layers, or adapters.
+"""Trainable parameters: all weights, all weights except those of the first layers, or adapters.
 
 This file also keeps frozen weights out of checkpoints, and refuses dtypes in which updates are lost to rounding.
 """
@@ -131,17 +131,17 @@ class FrozenWeights:
         self.unfrozen |= set((state or {}).get("unfrozen", ()))
 
     def never_trained(self, owner: nn.Module) -> set[str]:
-        """Names of the weights that were never trained: frozen at the start and now, and not trained in between."""
+        """Names of the weights that were frozen at the start, are frozen now, and were not trained in between."""
         return (self.at_start & frozen_names(owner)) - self.unfrozen
 
 
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
-    """Drop frozen weights and the reference from a module's state dict; resumed runs load or make them again.
+    """Drop frozen weights and the reference from a module's state dict. Resumed runs load or make them again.
 
-    If the policy has adapters, only the trained weights stay in the state dict; the scales and codes of quantized
+    If the policy has adapters, only the trained weights stay in the state dict, so the scales and codes of quantized
     layers are dropped, too. If the policy has no adapters, trained weights and buffers stay.
 
-    A weight is dropped only if it was never trained. During the run, a callback may freeze trained weights or train
+    A weight is dropped only if it was never trained. During the run, a callback can freeze trained weights or train
     frozen weights. The state dict keeps every weight that was trained during any part of the run. Loading does not
     report dropped keys as missing.
 
@@ -149,8 +149,8 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
     The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
 
     Returns:
-        The record of frozen weights. The record determines which keys are dropped. The owner updates the record; copies
-        of the owner share the record.
+        The record of frozen weights. The record determines which keys are dropped. The owner updates the record, and
+        copies of the owner share it.
     """
     frozen = FrozenWeights(frozen_names(owner))
     # Partial functions can be pickled with the owner.
@@ -205,7 +205,7 @@ def key_prefixes(owner: nn.Module, mark: str) -> tuple[str, ...]:
 
 
 def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Parameters by name; tied ones under each of their names."""
+    """Parameters by name. Tied parameters occur under each of their names."""
     return module.named_parameters(remove_duplicate=False)
 
 
@@ -311,6 +311,9 @@ def compute_dtype(
 
 
 def dtype_name(settings: PolicySettings) -> str:
-    """The dtype of the policy's weights: the dtype of `settings.model` if it is a model, else `policy.dtype`."""
+    """The name of the dtype of the policy's weights.
+
+    If `settings.model` is a model, this is the dtype of the model. If not, it is `policy.dtype`.
+    """
     own = getattr(settings.model, "dtype", None) if hasattr(settings.model, "parameters") else None
     return str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else settings.dtype

@@ -1,7 +1,7 @@
 """Helpers for transformers models and configs. Start here when upgrading transformers.
 
-Most helpers deal with what differs between model families or between releases of transformers: forward arguments,
-token positions and config fields. Some use private names of transformers or peft.
+Forward arguments, token positions and config fields differ between model families, and between releases of
+transformers. Most helpers deal with these differences. Some use private names of transformers or peft.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def base_model(model: nn.Module) -> Any:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model; for multimodal models, of the decoder."""
+    """The config of the language model, which is the decoder of a multimodal model."""
     return base_model(model).config.get_text_config(decoder=True)
 
 
 def attention_kernel(model: nn.Module) -> str:
-    """The name of the decoder's attention kernel in transformers; empty if there is none."""
+    """The name of the decoder's attention kernel in transformers, or "" if there is none."""
     return getattr(text_config(model), "_attn_implementation", None) or ""
 
 
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights to a dtype, except those that `from_pretrained` with this dtype keeps in float32.
 
-    For example, the weights and biases of the routers of GLM-4.5, DeepSeek-V3 and Nemotron-H stay in float32: with
-    16-bit biases, these routers would select other experts.
+    For example, the weights and biases of the routers of GLM-4.5, DeepSeek-V3 and Nemotron-H stay in float32, because
+    these routers would select other experts with 16-bit biases.
 
     Args:
         model: The model, changed in place. It may have adapters.
@@ -54,7 +54,7 @@ def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compute_device(policy: nn.Module) -> torch.device:
-    """The device that the policy computes on; sharded weights may be stored on another device (offloading)."""
+    """The device that the policy computes on. Sharded weights can be stored on another device (offloading)."""
     parameter = next(policy.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     return parameter.device if mesh is None else torch.device(mesh.device_type)
@@ -89,7 +89,7 @@ def norms(model: nn.Module) -> list[nn.Module]:
 
 
 def text_positions(mask: Tensor) -> Tensor:
-    """[N, L] position of every token, without counting padding: left padding must not shift a prompt.
+    """[N, L] position of every token. Padding is not counted, because left padding must not shift a prompt.
 
     The positions of a completion continue at the unpadded length of its prompt. If they continued at the padded length,
     the gradient would be wrong by 60 %, an error that no loss curve shows.
@@ -115,18 +115,18 @@ class PlacedPrompts(NamedTuple):
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """True if the model's forward names this argument; `**kwargs` does not count, because it may be ignored."""
+    """True if the model's forward names this argument. `**kwargs` does not count, because a model can ignore it."""
     return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 
 @functools.cache
 def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
-    """Argument names of a model class's forward; cached because every decoding step calls this."""
+    """Argument names of a model class's forward. They are cached, because every decoding step calls this function."""
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments that the model's forward names; `cache` gets the name that the model has for its KV cache."""
+    """Keep the arguments that the model's forward names, and rename `cache` to the model's name for its KV cache."""
     if "cache" in arguments and (name := cache_argument(model)):
         arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}
@@ -150,7 +150,7 @@ def left_pad(rows: list[list[int]], pad_id: int, multiple: int = 1) -> tuple[Ten
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode; afterwards the mode of each module is restored."""
+    """Context in which the model is in eval mode. Afterwards, the mode of each module is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -208,7 +208,7 @@ def vocabulary_size(config: PretrainedConfig) -> int:
 
 
 def rope_entries(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a text config: one entry, or one per layer type."""
+    """The rope settings of a text config, as one entry or as one entry per layer type."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     is_per_layer_type = bool(rope) and all(isinstance(entry, dict) for entry in rope.values())
     entries = list(rope.values()) if is_per_layer_type else [rope]
@@ -231,7 +231,10 @@ def is_copied(module: nn.Module) -> bool:
 
 
 def running_module(module: Any) -> Any:
-    """The layer that runs when `module` is called: for a copied layer, the original or the copy; else `module`."""
+    """The layer that runs when `module` is called.
+
+    For a copied layer, this is the original or the copy. For any other module, it is `module` itself.
+    """
     if not is_copied(module):
         return module
     active = module.active_adapters[:1]

@@ -56,7 +56,7 @@ class TurnTokens:
             last_id: The last token of the policy's turn. If the last token is a stop token, and the template repeats
                 this token, the repetition is left out.
             settings: Arguments of the chat template.
-            is_chat: False for a prompt that is plain text: the messages' texts are then appended without a template.
+            is_chat: False for a prompt that is plain text. The messages' texts are then appended without a template.
 
         Raises:
             ValueError: If the chat template cannot render the messages, or does not show the policy's turn.
@@ -70,9 +70,9 @@ class TurnTokens:
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
         """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
 
-        Only the stop token that the policy wrote counts as repeated. A different stop token does not count, because
-        such a token can open the next message, as `<|user|>` does in GLM's templates. Some templates write a space in
-        front of the repeated token; the tokens of the space count as well.
+        Only the stop token that the policy wrote counts as repeated. A different stop token does not count, because it
+        can open the next message, as `<|user|>` does in GLM's templates. Some templates write a space in front of the
+        repeated token. The tokens of this space count as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -87,7 +87,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Same as `ids`, but for messages that contain images; also returns the images.
+        """Do the same as `ids`, but for messages that contain images. Also return the images.
 
         Args:
             messages: The messages of the environment, with a part {"type": "image"} per image.

@@ -1,4 +1,4 @@
-"""Run a model with the images of its prompts; features of a frozen vision tower can be stored and used again.
+"""Run a model with the images of its prompts. Features of a frozen vision tower can be stored and used again.
 
 In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
 method is replaced while a forward pass runs. If the features of all images are stored and the tower need not run, the
@@ -36,14 +36,14 @@ from grpo_lightning.policy.transformers_internals import (
 
 @contextlib.contextmanager
 def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
-    """Context for a forward pass with the images of prompts; the caller passes the yielded arguments to the forward.
+    """Context for a forward pass with the images of prompts. The caller passes the yielded arguments to the forward.
 
     Inside the context, the method `get_image_features` of models of known families is replaced, so that image features
     can be stored and used again.
 
     Args:
         model: The policy.
-        vision: Vision inputs of the prompts of the forward pass, in order; a prompt may occur several times.
+        vision: Vision inputs of the prompts of the forward pass, in order. A prompt can occur several times.
         keeps: Store the image features in the `PromptVision` of each prompt.
 
     Yields:
@@ -94,7 +94,7 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
 
 
 def to_model(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Move tensors to the model's device and dtype: not every model does this itself."""
+    """Move tensors to the model's device and dtype, because not every model does this itself."""
     device = compute_device(model)
     dtype = next(p.dtype for p in base_model(model).parameters() if p.is_floating_point())
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
@@ -185,7 +185,7 @@ def flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_sharded: bool) -> bool:
-    """True if the vision tower has to run on every rank; a rank without images then runs it on a blank image.
+    """True if the vision tower has to run on every rank. A rank without images then runs it on a blank image.
 
     The gradient of a trained tower is averaged over all ranks, and a sharded tower is gathered from all ranks. A frozen
     tower need not run if the features of all images are known already.
@@ -200,7 +200,7 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 
 
 def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs) -> PlacedPrompts:
-    """Compute the positions of prompts that may contain images; padding is not counted (see `text_positions`).
+    """Compute the positions of prompts that can contain images. Padding is not counted (see `text_positions`).
 
     In some models, each token has three positions: time, row and column. For a prompt with images, the method
     `get_rope_index` of such a model computes the positions. In other models of known families, image tokens are

@@ -18,7 +18,7 @@ CLASSES = {
 """Classes of the sections of a recipe."""
 
 UNKNOWN = object()
-"""Marks a setting without a known default: it has no default, or its class cannot be imported."""
+"""Marks a setting that has no known default, because it has no default or its class cannot be imported."""
 
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
@@ -91,7 +91,7 @@ def is_same_class(path: str, default: Any) -> bool:
 
 
 def is_default(value: Any, default: Any) -> bool:
-    """True if a value read from YAML equals a default; a null stands for the default."""
+    """True if a value that was read from YAML equals a default. A null stands for the default."""
     if value is None:
         return True
     if isinstance(default, tuple | list) and isinstance(value, list):
@@ -102,7 +102,7 @@ def is_default(value: Any, default: Any) -> bool:
 
 
 def format_default(default: Any) -> Any:
-    """A default for the report: a JSON value, or the name of its class."""
+    """Convert a default for the report to a JSON value, or to the name of its class."""
     if default is UNKNOWN:
         return MISSING
     if default is None or isinstance(default, bool | int | float | str | list | dict):
@@ -122,7 +122,7 @@ def import_class(path: str) -> Any:
 
 
 def defaults(owner: Any) -> dict[str, Any]:
-    """Defaults of the parameters of a class by name; `UNKNOWN` for a parameter without a default."""
+    """Defaults of the parameters of a class by name. A parameter without a default gets `UNKNOWN`."""
     try:
         known = inspect.signature(owner).parameters
     except (TypeError, ValueError):  # an unknown class, or one that is written in C

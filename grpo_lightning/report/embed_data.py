@@ -1,4 +1,4 @@
-"""Writes the report: the data of one or several runs inside the page `report.html`, which loads nothing else."""
+"""Write the report, that is, the page `report.html` with the data of one or several runs. It loads nothing else."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON without characters that HTML treats as markup: no text inside it can end the script element."""
+    """JSON without characters that HTML treats as markup, so that no text inside it can end the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)

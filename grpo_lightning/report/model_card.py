@@ -1,9 +1,9 @@
-"""The card of an exported model: a README.md in the format of the Hugging Face Hub.
+"""The card of an exported model. The card is a README.md in the format of the Hugging Face Hub.
 
 The front matter has the base model, the data sets, the library, the task and the results on held-out prompts. The hub
 uses the front matter to find and link models. The text contains the facts with which a reader can judge and repeat the
-run: settings, rewards, data, results before and after training, learning curves, and versions. The files of
-the run contain all these facts.
+run: settings, rewards, data, results before and after training, learning curves, and versions. The files of the run
+contain all these facts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def of_policy(policy: str) -> str:
-    """The policy before training, in Markdown: a link to the hub, or the name of a local folder without its path."""
+    """Write the initial policy in Markdown, as a link to the hub or as the name of a local folder without its path."""
     return f"[{policy}](https://huggingface.co/{policy})" if is_hub_name(policy) else f"`{Path(policy).name}`"
 
 
@@ -176,7 +176,7 @@ def own_weight(reward: Any) -> float:
 
 
 def reward_name(reward: Any) -> str:
-    """A reward in Markdown: its function or class, after the name that a `WeightedReward` gives it.
+    """Name a reward's function or class in Markdown. If a `WeightedReward` gives it a name, this name comes first.
 
     Args:
         reward: An item of `model.rewards` in config.yaml: the path of a function, or `class_path` and `init_args`.
@@ -234,7 +234,7 @@ def settings(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hide_folders(value: Any) -> Any:
-    """Hide the folders of this machine in a setting: only the last part of a path is kept."""
+    """Hide the folders of this machine in a setting by keeping only the last part of each path."""
     if isinstance(value, str) and is_path(value):
         return Path(value).name or value
     if isinstance(value, Mapping):

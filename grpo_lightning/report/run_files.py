@@ -1,7 +1,7 @@
 """Read the files of a run into the data of a report: metrics, completions, tokens, settings and results.
 
-A run may still be writing its files, or may have been killed. Therefore an incomplete last line is left out, and a
-missing file leaves only its part of the report empty.
+If a run is still writing its files or was killed, the last line of a file can be incomplete, and files can be missing.
+Therefore an incomplete last line is left out, and a missing file leaves only its part of the report empty.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIELDS = frozenset(
 
 
 def find_run(path: Path) -> Path:
-    """Folder of a run: `path` itself, or the newest `version_<N>` below `path` that is a training run.
+    """Find a run's folder, which is `path` itself or the newest `version_<N>` below `path` that is a training run.
 
     If none is a training run, the newest `version_<N>` is returned.
 
@@ -197,10 +197,10 @@ def has_incomplete_line(path: Path, end: int) -> bool:
 
 
 def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
-    """Read `metrics.csv`: [steps, values] by metric. Values that are not finite are None.
+    """Read `metrics.csv` as [steps, values] by metric. Values that are not finite are None.
 
-    An incomplete last row is left out. If a metric has several values at a step, the last one counts: a resumed run
-    logs the step again.
+    An incomplete last row is left out. If a metric has several values at a step, the last one counts, because a resumed
+    run logs the step again.
     """
     points: dict[str, dict[int, float | None]] = {}
     if not path.is_file():
@@ -306,7 +306,10 @@ def merge_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def thin_out(counts: Mapping[int, int], limit: int) -> set[int]:
-    """Choose rollouts at equal distances, with at most `limit` completions in total; at least one rollout."""
+    """Choose rollouts at equal distances, with at most `limit` completions in total.
+
+    At least one rollout is chosen, even if it has more than `limit` completions.
+    """
     rollouts = list(counts)
     for distance in range(1, len(rollouts) + 1):
         chosen = rollouts[::-1][::distance]  # with the last rollout, which shows what was learned
@@ -316,7 +319,7 @@ def thin_out(counts: Mapping[int, int], limit: int) -> set[int]:
 
 
 def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
-    """Split completions into groups: consecutive lines of a rollout with the same prompt, at most `size` of them."""
+    """Split completions into groups of at most `size` consecutive lines that have the same rollout and prompt."""
 
     def prompt(line: Line) -> str:
         return json.dumps([line["rollout"], line.get("source"), line.get("prompt_index"), line.get("prompt")])
@@ -329,7 +332,7 @@ def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
 
 
 def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
-    """Record of a group: its prompt, the range of its completions, and mean, minimum and maximum of its rewards."""
+    """Describe a group by its prompt, the range of its completions, and mean, minimum and maximum of its rewards."""
     rewards = [line["reward"] for line in group if line.get("reward") is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     line = group[0]
@@ -346,7 +349,7 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
 
 
 def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Columns of the completions. A column that few completions have maps the index of a completion to its value."""
+    """Columns of the completions. A column with few values is a dict that maps a completion's index to its value."""
 
     def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
         found = ((str(place), value(line)) for place, line in enumerate(lines))
@@ -370,7 +373,7 @@ def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def boxes_of(line: Line) -> dict[str, Any] | None:
-    """Boxes of a completion: the column `boxes`, or `<reward>/boxes` if several rewards log boxes."""
+    """Read a completion's boxes from the column `boxes`, or from `<reward>/boxes` if several rewards log boxes."""
     found = [value for name, value in line.items() if name == "boxes" or name.endswith("/boxes")]
     return next((value for value in found if isinstance(value, dict)), None)
 
@@ -395,11 +398,10 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
-    """Make thumbnails of the prompts' images: `data:` URIs by image name.
+    """Make thumbnails of the prompts' images, as `data:` URIs by image name.
 
-    If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain.
-    Images that are not files, or cannot be read any more, are left out: for such an image, the report shows an empty
-    frame.
+    If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain. An
+    image is left out if it is not a file or cannot be read any more. The report shows an empty frame in its place.
     """
     names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))
     chosen = names[:: max(1, -(-len(names) // MAX_IMAGES))]

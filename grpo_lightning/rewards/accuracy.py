@@ -1,8 +1,8 @@
 """Mathematical equality of an answer and the ground truth, by math-verify.
 
-math-verify uses sympy, which may compute forever. Therefore math-verify runs in a separate process, which is killed if
-a comparison exceeds its time limit. A signal would not be enough: a signal does not interrupt the computation of a
-large power, and works only in the main thread.
+math-verify uses sympy, and sympy can compute forever. Therefore math-verify runs in a separate process, which is killed
+if a comparison exceeds its time limit. A signal would not be enough, because a signal does not interrupt the
+computation of a large power, and works only in the main thread.
 """
 
 from __future__ import annotations
@@ -93,19 +93,24 @@ _SYMBOLS = str.maketrans(
 
 
 class Accuracy(AnswerReward):
-    r"""1 if the completion's answer is mathematically equal to the ground truth, else 0: `\frac{1}{2}` equals 0.5.
+    r"""1 if the completion's answer is mathematically equal to the ground truth, and 0 if not.
+
+    For example, `\frac{1}{2}` equals 0.5.
 
     The answer of a completion is the content of the last `<answer>...</answer>`. If this content has a box
     (`\boxed{...}`), the answer is the content of the last box in it. Without tags, the answer is the content of the
-    last box. Without tags and boxes, these places are tried in order: an announced answer ("the final answer is $x$")
-    or the text after `####`, whichever comes last in the completion; bold text; the end of the last line, if the
-    completion is not truncated. A missing or unparsable answer is wrong. An answer with the same words as the ground
-    truth is right, with or without commands such as `\text{...}`. A set ("3, 4", "3 or 4") equals the same set in any
-    order. Any other answer with several numbers ("3 and 4") is right only if it has the same words as the ground truth.
-    If the ground truth is an equation of numbers ("2 + 4 = 6"), its right-hand side ("6") counts as the ground truth.
-    Units and other words next to a number are ignored: "5 m" equals "5 km". A "!" that ends a sentence is not a
-    factorial: "So it is 7!" is 7. Between `$` signs and before a full stop, a "!" is a factorial: "So it is $7!$" and
-    "So it is 7!." are 5040.
+    last box. Without tags and boxes, these places are tried in order:
+
+    1. an announced answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion;
+    2. bold text;
+    3. the end of the last line, if the completion is not truncated.
+
+    A missing or unparsable answer is wrong. An answer with the same words as the ground truth is right, with or without
+    commands such as `\text{...}`. A set ("3, 4", "3 or 4") equals the same set in any order. Any other answer with
+    several numbers ("3 and 4") is right only if it has the same words as the ground truth. If the ground truth is an
+    equation of numbers ("2 + 4 = 6"), its right-hand side ("6") counts as the ground truth. Units and other words next
+    to a number are ignored: "5 m" equals "5 km". A "!" that ends a sentence is not a factorial: "So it is 7!" is 7.
+    Between `$` signs and before a full stop, a "!" is a factorial: "So it is $7!$" and "So it is 7!." are 5040.
 
     The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
     some or all answers get no value (None), and the reward logs a warning:
@@ -132,8 +137,8 @@ class Accuracy(AnswerReward):
     call.
 
     Args:
-        answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`,
-            between answer tags or in `\boxed{}`, that part is the ground truth.
+        answer_column: The data column with the ground truth, which is text or a number. If the text has a part after
+            `####`, between answer tags or in `\boxed{}`, that part is the ground truth.
         timeout_seconds: Time limit of one comparison.
         max_answer_characters: Maximum length of an answer; longer answers are wrong. If the completion has neither tags
             nor a box, only its last `max_answer_characters` characters are searched for the answer.
@@ -299,7 +304,7 @@ def start_comparing() -> WorkerPool:
 
 
 def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
-    """Compare an answer with the ground truth, within a time limit; may be called from any thread.
+    """Compare an answer with the ground truth within a time limit. Any thread can call this function.
 
     Args:
         gold: The ground truth.
@@ -323,7 +328,7 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 
 
 def parse_short(text: str) -> list[Any]:
-    r"""Parse a short answer into its possible expressions; an empty list if it is not mathematics.
+    r"""Parse a short answer into its possible expressions. The list is empty if the answer is not mathematics.
 
     A formula without delimiters is put between `$` signs. Without these signs, `math_verify` would parse both `2\pi`
     and `(1, 2)` as the number 2.
@@ -353,7 +358,7 @@ def results(expressions: list[Any]) -> list[Any]:
 
 
 def prepare(text: str) -> str:
-    r"""Convert a text to LaTeX for `math_verify`; remove units, currency, bold marks and spaces in numbers."""
+    r"""Convert a text to LaTeX for `math_verify`, and remove units, currency, bold marks, and the spaces in numbers."""
     text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
     if text.count("$") == 1:  # a currency symbol: delimiters come in pairs
         text = text.replace("$", "")
@@ -377,7 +382,7 @@ def replace_parentheses(text: str) -> str:
 
 
 def delimit(text: str) -> str:
-    r"""Put `$` around the LaTeX in a sentence; a text with fewer than two words is a formula and is left unchanged."""
+    r"""Put `$` around the LaTeX in a sentence. A text with fewer than two words is a formula and is left unchanged."""
     if "\\" not in text:
         return text
     depths = list(itertools.accumulate((char == "{") - (char == "}") for char in text))
@@ -430,8 +435,8 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 def joins_answers(part: str) -> bool:
     r"""Whether a part of a text has a set operation that joins answers, as in `(1, 2) \cup 4`.
 
-    An operation joins no answers in two cases: the part has no number, or the operation is on the left side of an
-    equation and is enclosed in brackets or bars, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
+    An operation joins no answers if the part has no number. It also joins none if it is on the left side of an equation
+    and is enclosed in brackets or bars, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
     """
     if not any(char.isdigit() for char in part):
         return False
@@ -444,7 +449,7 @@ def joins_answers(part: str) -> bool:
 
 
 def is_set_operation(expressions: list[Any]) -> bool:
-    r"""Whether `math_verify` parsed a whole set operation: from `(1, 2) \cup 4`, it parses only the 4.
+    r"""Whether `math_verify` parsed a whole set operation. From `(1, 2) \cup 4`, for example, it parses only the 4.
 
     Args:
         expressions: The expressions parsed from a text with a set operation. If `math_verify` could not parse the text,
@@ -480,7 +485,7 @@ def read_numbers(part: str) -> tuple[float, ...] | str:
 def words(text: str) -> list[str]:
     r"""Split a text into words in lower case, without the commands of LaTeX for text.
 
-    Each of these pairs has the same words: `\text{Evelyn}` and "Evelyn"; `\text{(B)}` and "B"; "A,C" and "A, C".
+    For example, `\text{Evelyn}` has the same words as "Evelyn", `\text{(B)}` as "B", and "A,C" as "A, C".
     """
     text = _OPTION.sub(r"\1", _FONT.sub(r"\1", text))
     return _LETTERS_COMMA.sub(", ", text).casefold().split()

@@ -1,9 +1,9 @@
 r"""Extract the answer from a text.
 
-The answer may be in answer tags, in `\boxed{}`, after `####`, after "the answer is", in bold, or on the last line.
+The answer can be in answer tags, in `\boxed{}`, after `####`, after "the answer is", in bold, or on the last line.
 Other functions of this module find the number in an answer, or the option that the answer chooses. Completions are
-untrusted text, so all functions take linear time: they use `str` methods, and patterns that cannot backtrack or that
-look only a few characters ahead.
+untrusted text, so all functions take linear time. For this purpose, they use `str` methods, and patterns that cannot
+backtrack or that look only a few characters ahead.
 """
 
 from __future__ import annotations
@@ -107,17 +107,17 @@ def in_box(text: str) -> str | None:
 def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     r"""Extract the answer from the places where chat models write answers; None if there is no answer.
 
-    If the text has `<answer>...</answer>`, the answer is the content of the last such pair of tags. If this content has
-    a box, the answer is the content of the last box. In a text without these tags, the following places after the
+    If the text has `<answer>...</answer>`, the answer is the content of the last pair of tags. If this content has a
+    box, the answer is the content of the last box. In a text without these tags, the following places after the
     reasoning are tried in order, and the first that exists is used:
 
     1. the last `\boxed{}`;
     2. the last announcement ("The answer is 7.", "Answer: 7") or `#### 7`, whichever comes last;
     3. the last bold text (**7**), if no digit occurs anywhere after it;
-    4. the text after the last "=" or "is" in the last line; without "=" and "is", the whole line.
+    4. the text after the last "=" or "is" in the last line, or the whole line if it has neither.
 
-    The whole text at that place is the answer, whatever the ground truth is: "3 or 4" equals neither 3 nor 4. A negated
-    answer ("not 7") is no answer.
+    The whole text at that place is the answer, whatever the ground truth is. For example, neither 3 nor 4 equals "3 or
+    4". A negated answer ("not 7") is no answer.
 
     Args:
         text: A completion.
@@ -211,7 +211,7 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
 
 
 def given_answer(text: str) -> str:
-    r"""Extract the answer of a completion: the content of the last answer tags, otherwise of the last `\boxed{}`.
+    r"""Extract the answer of a completion from the last answer tags or, without tags, from the last `\boxed{}`.
 
     Without tags, only the text after `</think>` is searched for a box, because the reasoning is never the answer. If
     this text has no box, the whole text after `</think>` is the answer.
@@ -224,7 +224,7 @@ def given_answer(text: str) -> str:
 
 
 def gold_answer(answer: Any, column: str) -> str:
-    r"""Extract a row's ground-truth answer: after `####`, between answer tags, in `\boxed{}`, or the value's full text.
+    r"""Find a row's ground-truth answer after `####`, between answer tags or in `\boxed{}`, or return the full text.
 
     If letters follow `####` on its line, and more text follows this line, the line is a heading (Markdown), not an
     answer.
@@ -253,7 +253,7 @@ def gold_answer(answer: Any, column: str) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""Normalize a text for comparison: remove the commas of "1,000", full stops at the end, and outer delimiters.
+    r"""Normalize a text for comparison by removing the commas of "1,000", full stops at the end, and outer delimiters.
 
     The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
     """
@@ -401,12 +401,12 @@ def choice(text: str) -> str | None:
 
     These rules are tried in order, and the first that finds a letter decides:
 
-    1. the letter that is the whole text;
-    2. the last letter that is called the answer ("the answer is B");
-    3. the marked letter at the start of the text ("B) because", "A, because I ..."); if other letters have the same
-       mark ("(A) 1 (B) 2"), the result is None;
-    4. the letters that are marked ("(B)") or called an option; if they are different letters, the result is None;
-    5. the capital letters, except "I", that are separate words; if they are different letters, or if one of them may be
+    1. The letter that is the whole text.
+    2. The last letter that is called the answer ("the answer is B").
+    3. The marked letter at the start of the text ("B) because", "A, because I ..."). If other letters have the same
+       mark ("(A) 1 (B) 2"), the result is None.
+    4. The letters that are marked ("(B)") or called an option. If they are different letters, the result is None.
+    5. The capital letters, except "I", that are separate words. If they are different letters, or if one of them can be
        the article ("A" before a lowercase word, as in "A cat"), the result is None.
 
     If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the

@@ -16,13 +16,13 @@ A chat prompt is a list of messages, and its completion is `[{"role": "assistant
 its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
 returns a number or None for each completion. If all completions of a group get None, the reward does not apply to the
 group, and only the other rewards count. If only some completions of a group get None, these completions are not
-scorable: they are left out of the group's mean and standard deviation, and their advantage is 0. Reward functions
+scorable. They are left out of the group's mean and standard deviation, and their advantage is 0. Reward functions
 written for TRL run unchanged, and so do the ORM classes of ms-swift. Rewards of VLM-R1 run unchanged on chat prompts.
 
-For a reward with the attribute `per_group = True`, all arguments that are lists have one element per group. For
-prompts, image views and columns, this element is the value of the group: one prompt, one list of image views, one value
-of the column. For completions, token ids and finish reasons, the element is a list of G values. The reward returns one
-list of G values per group.
+For a reward with the attribute `per_group = True`, every argument that is a list has one element per group. In the list
+of prompts, the element is the prompt of the group. In `image_views`, it is the list of the prompt's image views, and in
+a column, it is the group's value. For completions, token ids and finish reasons, the element is a list of G values. The
+reward returns one list of G values per group.
 
 Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use. A
 data column of the same name takes precedence, with the exceptions that are stated below:
@@ -35,12 +35,12 @@ data column of the same name takes precedence, with the exceptions that are stat
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
-- `images`: the row's images; an empty list for rows without images, even if other rows have a column of this name. This
-  argument is passed only if the reward's signature names it.
-- `image_path`: a list with the path of each image of the row; the path of an image that is not a file is None. For
-  rows without images, the whole element is None.
-- `image_grid_thw`: the size [t, h, w] of the row's first image in patches; None for rows without images, and if the
-  policy's processor does not return it.
+- `images`: the row's images, or an empty list if the row has no images. The list is empty even if other rows have a
+  column of this name. This argument is passed only if the reward's signature names it.
+- `image_path`: a list with the path of each image of the row, or None if the row has no images. The path of an image
+  that is not a file is None.
+- `image_grid_thw`: the size [t, h, w] of the row's first image in patches. It is None if the row has no images, or if
+  the policy's processor does not return the size.
 - `problem`: the text of the last user message.
 
 In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
@@ -53,24 +53,24 @@ argument that describes the completions, but gets a data column of this name, th
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations that the policy has seen. The text of such a completion (`completion_text`) is the policy's last
-message, even if the environment answered it with an observation. Every reward can also take the following arguments; a
-data column of the same name takes precedence:
+message, even if the environment answered it with an observation. Every reward can also take the arguments in the list
+below. A data column of the same name takes precedence.
 
 - `turns`: for each conversation, a list of its turns (`core.types.Turn`).
-- `environment_rewards`: for each conversation, the sum of the environment's rewards; None for a conversation in which
-  the environment gave no reward.
+- `environment_rewards`: for each conversation, the sum of the environment's rewards, or None if the environment gave no
+  reward in it.
 - `environment_metrics`: for each conversation, a dict with the sum of each metric over all turns.
 - `environments`: for each conversation, the user's environment object in its state at the end of the conversation. This
-  argument is passed only if the reward's signature names it; `**kwargs` is not enough.
+  argument is passed only if the reward's signature names it. It is not passed in `**kwargs`.
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
 reward, so a reward that runs in workers must keep no state between calls.
 
-A `Reward` may override two checks, which run before any weights load: `check` for its settings, and `check_row` for
-each row that it will score. It may load its models in `connect`, which is called when the policy is loaded. In
-`prefetch`, a reward that runs in the training process may start the slow part of scoring one prompt's completions while
-other prompts are still being sampled.
+A `Reward` can override the methods `check` and `check_row`, which run before any weights load. The method `check`
+checks the reward's settings, and `check_row` checks each row that the reward will score. A `Reward` can load its models
+in `connect`, which is called when the policy is loaded. In `prefetch`, a reward that runs in the training process can
+start the slow part of scoring one prompt's completions while other prompts are still being sampled.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Reward(ABC):
 
     @property
     def name(self) -> str:
-        """The reward's name in logs; by default the class name in snake case."""
+        """The reward's name in logs, by default its class name in snake case."""
         return snake_case(type(self).__name__)
 
     @abstractmethod
@@ -232,9 +232,9 @@ class Reward(ABC):
     async def prefetch(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
         """Start the slow part of scoring one prompt's completions, while other prompts are still being sampled.
 
-        This method is for rewards that run in the training process and get the whole batch in one call. An example is a
-        judge on a server: `prefetch` queries the server, and the later call uses the replies. `prefetch` gets the
-        arguments of the later call, but only for one prompt, and without the logging functions. If a subclass of
+        This method is for rewards that run in the training process and get the whole batch in one call. For example,
+        the `prefetch` of a judge on a server queries the server, and the later call uses the replies. `prefetch` gets
+        the arguments of the later call, but only for one prompt, and without the logging functions. If a subclass of
         `GRPOLightningModule` changes completions after sampling, only the later call gets the changed completions.
         `prefetch` runs in the event loop of asynchronous rewards. If the coroutine still runs after the batch has been
         scored, it is cancelled. It is also cancelled if the batch is not scored at all. An error that the coroutine
@@ -242,13 +242,13 @@ class Reward(ABC):
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
-        """Load the reward's models; called once, when the policy is loaded.
+        """Load the reward's models. This method is called once, when the policy is loaded.
 
-        A reward that contains other rewards must also call their `connect`. A reward that overrides `connect` runs in
-        the training process by default; with `in_process = False`, it runs in workers.
+        A reward that contains other rewards must also call their `connect`. By default, a reward that overrides
+        `connect` runs in the training process. With `in_process = False`, it runs in workers.
 
-        A model loaded here is unsharded: every rank holds a full copy, whatever the strategy. The reward must not call
-        collectives, because a rank without completions does not call the reward.
+        A model that is loaded here is not sharded, so every rank holds a full copy, whatever the strategy. The reward
+        must not call collectives, because a rank without completions does not call the reward.
 
         Args:
             device: The policy's device on this rank.
@@ -257,9 +257,10 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, for rewards; picklable.
+    """The progress of the run, which rewards get in the argument `trainer_state`.
 
-    The names are those of Lightning's Trainer and of transformers' `TrainerState`.
+    Objects of this class are picklable. The names of the fields are those of Lightning's Trainer and of transformers'
+    `TrainerState`.
     """
 
     global_step: int
@@ -319,14 +320,14 @@ class WeightedReward(Reward):
 
     Args:
         reward: The function or callable object.
-        weight: Factor in the total; with 0 the reward is only computed and logged.
-        name: The name in logs; by default the function's name, or the class name in snake case.
+        weight: Factor in the total. With 0, the reward is only computed and logged.
+        name: The name in logs. By default, this is the function's name, or the class name in snake case.
         on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
-            sets them to `error_value`. An invalid value affects only its own completion; any other failure affects all
+            sets them to `error_value`. An invalid value affects only its own completion. Any other failure affects all
             completions of the call. With "none", the effect is that of a reward that returns None. If all completions
             of a group have None, only the other rewards count for the group. If only some completions of a group have
             None, these completions are not scorable, even if other rewards give them values.
-        error_value: The value of the affected completions after a failure; only with `on_error="value"`.
+        error_value: The value of the affected completions after a failure. It is allowed only with `on_error="value"`.
         completions_as: "text" passes completions as strings, and "messages" passes them as message lists, whatever the
             form of the prompt. With "auto", classes derived from ms-swift's ORM or AsyncORM get text. Any other reward
             gets the form of its attribute `completions_as` or, without this attribute, the form of the prompt.
@@ -379,7 +380,7 @@ class WeightedReward(Reward):
 
     @property
     def name(self) -> str:
-        """The name in logs: the `name` argument, or the reward's own name."""
+        """The name in logs, which is the argument `name` or, if that is not set, the reward's own name."""
         return self._name
 
     @property
@@ -420,7 +421,7 @@ class WeightedReward(Reward):
         }
 
     def names(self, argument: str) -> bool:
-        """Whether the signature of the reward or of an inner reward names an argument; `**kwargs` does not count."""
+        """Whether the signature of the reward or of an inner reward names an argument, not counting `**kwargs`."""
         return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:
@@ -485,7 +486,7 @@ class WeightedReward(Reward):
 
 
 def message_text(message: Message) -> str:
-    """Extract the text of a message: its content, or the text parts of its content."""
+    """Return the content of a message as text. If the content is a list of parts, join its text parts."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -493,7 +494,7 @@ def message_text(message: Message) -> str:
 
 
 def completion_text(completion: Content) -> str:
-    """Extract the text of a completion: the string itself, or the text of the last assistant message."""
+    """Return a text completion unchanged. For a chat, return the text of the last assistant message."""
     if isinstance(completion, str):
         return completion
     return next(
@@ -502,7 +503,10 @@ def completion_text(completion: Content) -> str:
 
 
 def prompt_text(prompt: Content) -> str:
-    """Extract the text of a prompt; for a chat, the text of the last message that is no prefilled assistant message."""
+    """Return a text prompt unchanged. For a chat, return the text of the last message.
+
+    If the last message is an assistant message that the completion continues, return the text of the message before it.
+    """
     if isinstance(prompt, str):
         return prompt
     is_prefilled = len(prompt) > 1 and prompt[-1]["role"] == "assistant"
@@ -616,7 +620,10 @@ def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keywords(reward: Callable[..., Any], name: str) -> tuple[frozenset[str], bool, list[str]]:
-    """Read a reward's signature: the named keyword arguments, whether it has `**kwargs`, and the required arguments.
+    """Read a reward's signature.
+
+    Returns:
+        (names of all keyword arguments, whether there is `**kwargs`, names of the required arguments).
 
     Raises:
         ValueError: If the reward cannot be called by keyword.

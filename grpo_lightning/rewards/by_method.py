@@ -82,10 +82,11 @@ class Method(AnswerReward):
 
 
 class MultipleChoice(Method):
-    """1 if the answer chooses the option of the ground truth: `(B)`, `B)`, `**B**`, `b`, "Option B is right" are all B.
+    """1 if the answer chooses the option of the ground truth, else 0.
 
-    An answer that names no option, or lists several options ("A, B", "(A) 1 (B) 2"), is wrong. The reward does not
-    apply to a row whose ground truth names no option.
+    For example, the answers `(B)`, `B)`, `**B**`, `b` and "Option B is right" all choose B. An answer that names no
+    option, or lists several options ("A, B", "(A) 1 (B) 2"), is wrong. The reward does not apply to a row if its ground
+    truth names no option.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -117,8 +118,8 @@ class AllMatch(Method):
 class Counting(Method):
     """1 if the only number in the answer equals the number of the ground truth ("There are 3." is 3).
 
-    The reward does not apply to a row whose ground truth has no number, or several numbers. VLM-R1 scores counting with
-    its `default` method: if the answer or the ground truth has no number, that method scores the similarity of the two
+    The reward does not apply to a row if its ground truth has no number or several numbers. VLM-R1 scores counting with
+    its `default` method. If the answer or the ground truth has no number, that method scores the similarity of the two
     texts.
     """
 
@@ -142,17 +143,17 @@ class TextSimilarity(Method):
 
 
 class AnyAnswer(Method):
-    r"""1 if the answer is correct; the kind of ground truth (number, option, mathematics, text) selects the comparison.
+    r"""1 if the answer is correct. The kind of ground truth (number, option, mathematics, text) selects the comparison.
 
     An answer that equals the ground truth as in `AllMatch` is correct. Other answers are compared by the kind of ground
     truth:
 
-    - An option ("B", "(B)", "B) Paris", "B. Paris"): compared as in `MultipleChoice`. An answer that names no option is
-      compared with the text of the option ("Paris").
+    - An option ("B", "(B)", "B) Paris", "B. Paris"): the answer is compared as in `MultipleChoice`. An answer that
+      names no option is compared with the text of the option ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - Mathematics: compared as in `Accuracy`. However, an answer is wrong if its unit and the unit of the ground truth
-      are well known and different ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
+    - Mathematics: the answer is compared as in `Accuracy`. However, it is wrong if its unit and the unit of the ground
+      truth are well known and different ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
     - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date equals the ground truth.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
       this partial credit, and thus rewards words of similar spelling.
@@ -160,7 +161,7 @@ class AnyAnswer(Method):
     Args:
         answer_column: As in `Method`.
         has_partial_credit: If true, a wrong answer gets the value of `TextSimilarity` instead of 0. This setting
-            applies to rows whose ground truth is a date or other text (see the list above).
+            applies if the ground truth is a date or other text (see the list above).
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
@@ -431,7 +432,7 @@ def similarity(a: str, b: str) -> float:
     """Levenshtein ratio of two texts: 2 * LCS / (len(a) + len(b)); 1 for two empty texts.
 
     LCS is the length of the longest common subsequence, in characters. The packages Levenshtein and rapidfuzz call this
-    similarity `ratio`. The bits of an integer store a row of the usual dynamic-programming table: a bit is zero where
+    similarity `ratio`. The bits of an integer store a row of the usual dynamic-programming table. A bit is zero where
     the LCS grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
     """
     if len(a) < len(b):

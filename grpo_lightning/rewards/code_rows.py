@@ -1,4 +1,4 @@
-"""Read the tests of programs from data rows: standard input and output, function calls, and Python test code.
+"""Read the tests of programs (input and output, function calls, or Python test code) from data rows.
 
 | data | columns |
 |---|---|
@@ -6,7 +6,7 @@
 | APPS, TACO | `input_output`: `{"inputs": [...], "outputs": [...], "fn_name": ...}` |
 | code_contests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}` |
 | DeepCoder | a list of cases |
-| LiveCodeBench | `public_test_cases`, `private_test_cases` (compressed): a list of cases; `metadata` |
+| LiveCodeBench | `public_test_cases` and `private_test_cases` (compressed), each a list of cases, and `metadata` |
 | MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
@@ -15,7 +15,7 @@ function's name in `fn_name`. A case without a type is a function call if it nam
 of the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in the `metadata` of the
 case or of the row.
 
-A column may also hold the JSON text of such an object or list.
+A column can also contain the JSON text of one of these objects or lists.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+
 
 @dataclass(frozen=True)
 class Stdin:
-    """The program is a script: it reads `stdin` and must print `expected`."""
+    """The program is a script that reads `stdin` and must print `expected`."""
 
     stdin: str
     expected: str
@@ -100,7 +100,7 @@ def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None
 
 
 def read_code(value: Any, column: str) -> str:
-    """Read code from a column: text, a list of lines, or None. Raises: ValueError for values of other types."""
+    """Read code from a value of a column (text, a list of lines, or None). Raises: ValueError for other types."""
     value = _to_lists(value)
     lines = [value or ""] if isinstance(value, str | None) else value
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -109,7 +109,9 @@ def read_code(value: Any, column: str) -> str:
 
 
 def read_entry_point(value: Any, column: str) -> str | None:
-    """Read the entry point of a row: text, None, or an object (or its JSON text) with the name in `func_name`.
+    """Read the entry point of a row.
+
+    The value can be text, None, or an object with the name in `func_name`. It can also be the object's JSON text.
 
     Raises:
         ValueError: If `value` has another format.
@@ -362,7 +364,7 @@ def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare printed texts, word by word in each line; blank lines and the number of spaces are ignored.
+    """Compare printed texts word by word in each line, and ignore blank lines and the number of spaces.
 
     Args:
         given: The program's output.
@@ -380,7 +382,7 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
     """Whether two words are equal as text, or as decimal numbers.
 
     Decimal numbers are equal if |given - expected| <= tolerance * max(1, |expected|). Only an `expected` with a point
-    or an exponent is compared as a number; integers and all other words must be equal as text.
+    or an exponent is compared as a number. Integers and all other words must be equal as text.
     """
     if given == expected:
         return True

@@ -1,4 +1,4 @@
-"""Reward of programs: run the program of a completion on the tests of its row.
+"""A reward that runs the program of a completion on the tests of its row.
 
 Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in which the kernel refuses access to files,
 sockets and other processes. Programs cannot read the expected answers:
@@ -8,8 +8,8 @@ sockets and other processes. Programs cannot read the expected answers:
   returned values reach the test code as copies, which have builtin types only. Therefore a program cannot pass by
   patching `==` or a builtin, or by ending its process with status 0.
 
-A program can still pass without solving the problem: it can recognize the arguments of the tests, or print the expected
-answers if the row's prompt contains them.
+A program can still pass without solving the problem. For example, it can recognize the arguments of the tests. If the
+row's prompt contains the expected answers, the program can print them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CodeTests(Reward):
 
     `python_program` finds the program in the completion. A completion without a program gets 0.
 
-    There are three kinds of tests; `code_rows` lists the data formats:
+    The module `code_rows` lists the data formats. There are three kinds of tests:
 
     - Standard input and output: the test passes if the program ends with status 0 and prints the expected words, line
       by line.
@@ -83,8 +83,8 @@ class CodeTests(Reward):
 
     The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and the fraction of
     completions with a test that ran out of time (`reward/code_tests/timed_out`). Rows without tests do not count in
-    these fractions. The log of completions gets a column `code_tests`: the number of passed tests, and the reason for
-    the first failure.
+    these fractions. The log of completions gets a column `code_tests` with the number of passed tests and the reason
+    for the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
@@ -177,7 +177,7 @@ class CodeTests(Reward):
 
         Raises:
             ValueError: If a row's tests are in no known format.
-            SandboxError: If the sandbox itself fails; the program is not the cause.
+            SandboxError: If the sandbox itself fails, and the program is not the cause.
         """
         rows = [{name: columns[name][row] for name in self.required_columns} for row in range(len(completions))]
         programs = [python_program(completion_text(completion)) for completion in completions]
@@ -319,7 +319,7 @@ def python_program(text: str) -> str | None:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """The closed fenced blocks of a text: language in lower case, and content.
+    """The language (in lower case) and the content of each closed fenced block of a text.
 
     An opening fence is at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence is at the
     start of a line, and a tag may follow it. If the opening fence and all lines of the content are indented, as in a

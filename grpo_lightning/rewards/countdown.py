@@ -1,4 +1,4 @@
-"""Countdown, the numbers game: write an expression of the given numbers that equals the target."""
+"""Reward for the numbers game Countdown, in which an expression of given numbers must equal a target."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _OPERATORS = {
 class Countdown(Reward):
     r"""1 if the answer is an expression of the row's numbers that equals the target, else 0.
 
-    The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly: 1/3*3 is 1. It may also
-    have `\times`, `\cdot`, `\div` and `\frac{...}{...}` of LaTeX. The expression may be followed by `= target` and a
-    full stop. Any other answer is wrong. Answers are never executed as code: `99**98**97` is a wrong answer and takes
-    no time.
+    The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly, so 1/3*3 is 1. It can
+    also have `\times`, `\cdot`, `\div` and `\frac{...}{...}` of LaTeX. The expression can be followed by `= target` and
+    a full stop. Any other answer is wrong. Answers are never executed as code, so `99**98**97` takes no time and is a
+    wrong answer.
 
     With the defaults, the task is that of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
     Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, the task is `countdown` of reasoning-gym.
 
     Args:
-        numbers_column: The data column with the numbers that may be used.
+        numbers_column: The data column with the numbers that can be used.
         target_column: The data column with the target value.
-        uses: "all" requires each number exactly once. With "some", numbers may be left out.
+        uses: "all" requires each number exactly once. "some" allows each number at most once.
     """
 
     says_solved = True
@@ -122,7 +122,7 @@ def without_delimiters(text: str) -> str:
 
 
 def from_latex(text: str) -> str:
-    r"""Replace the operators and fractions of LaTeX: `\frac{1}{2} \times 3` becomes "((1)/(2)) * 3"."""
+    r"""Replace the operators and fractions of LaTeX. For example, `\frac{1}{2} \times 3` becomes "((1)/(2)) * 3"."""
     if len(text) > MAX_CHARACTERS:
         return text
     text = _LATEX_SIZE.sub("", _LATEX_SIGN.sub(lambda found: _LATEX_SIGNS[found[0]], text))

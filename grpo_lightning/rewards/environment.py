@@ -1,4 +1,4 @@
-"""Rewards for conversations with an environment: the environment's own reward, and the use of tools."""
+"""Rewards for conversations: the sum of the environment's own rewards, and a reward for the use of tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EnvironmentReward(Reward):
     """The sum of the rewards that the environment gave for the turns of a conversation (`environments.base.Step`).
 
     Args:
-        default: The value for a conversation in which the environment gave no reward; null makes the completion not
+        default: The value for a conversation in which the environment gave no reward. Null makes the completion not
             scorable.
     """
 

@@ -116,7 +116,7 @@ class SoftOverlong(Reward):
 
 
 class Cosine(Reward):
-    """Cosine-scaled length reward: short correct answers earn more, and long wrong answers are penalized less.
+    """Cosine-scaled length reward that gives more to short correct answers and penalizes long wrong answers less.
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 
@@ -131,7 +131,7 @@ class Cosine(Reward):
         min_len_wrong: Reward of a wrong answer of length 0.
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
-        accuracy: The reward that decides which answers are correct; by default `Accuracy()`. An answer is correct if
+        accuracy: The reward that decides which answers are correct, by default `Accuracy()`. An answer is correct if
             `accuracy` gives it at least 1. If `accuracy` gives None, `Cosine` gives None too.
     """
 

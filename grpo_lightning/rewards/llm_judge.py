@@ -66,11 +66,12 @@ class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
     The judge gets the question, the ground truth and the answer of the completion. The question is the text of the
-    prompt. For a chat, the question is the text of the last message; an assistant message that the completion continues
-    does not count. The answer is the content of the last `<answer>...</answer>`. Without these tags, it is the content
-    of the last `\boxed{...}` after the reasoning. Without a box, it is the whole text after the reasoning. The judge is
-    queried concurrently for all completions of a batch, while other rewards run. The queries for a prompt start as soon
-    as its completions are sampled, even while other prompts are still being sampled.
+    prompt. For a chat, the question is the text of the last message. If this is an assistant message that the
+    completion continues, the question is the text of the message before it. The answer is the content of the last
+    `<answer>...</answer>`. Without these tags, it is the content of the last `\boxed{...}` after the reasoning. Without
+    a box, it is the whole text after the reasoning. The judge is queried concurrently for all completions of a batch,
+    while other rewards run. The queries for a prompt start as soon as its completions are sampled, even while other
+    prompts are still being sampled.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a
@@ -176,7 +177,7 @@ class LLMJudge(AnswerReward):
         return values
 
     async def prefetch(self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Any) -> None:
-        """Query the judge for the completions of one prompt; the later call uses the replies."""
+        """Query the judge for the completions of one prompt, so that the later call can use the replies."""
         questions = list(self._questions(prompts, completions, columns).values())
         if not questions:
             return
@@ -337,7 +338,10 @@ def score_in(reply: str) -> float | None:
 
 
 def reply_text(found: Any) -> str:
-    """Extract the text of a reply; if the reply has no text, its `repr`. An endpoint may send anything."""
+    """Extract the text of a reply, or the start of its `repr` if the text is not at the usual place.
+
+    An endpoint can send anything.
+    """
     try:
         text = found.choices[0].message.content
     except (AttributeError, IndexError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Reward registry: find rewards by short name, both built-in rewards and those that installed packages register.
+"""Find rewards by short name, both the built-in rewards and those that installed packages register.
 
 A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 
@@ -67,17 +67,17 @@ SHIPPED: dict[str, type] = {
     "weighted_sum": WeightedSum,
     "yes_no": YesNo,
 }
-"""The built-in rewards by name; they are not registered as entry points."""
+"""The built-in rewards by name. They are not registered as entry points."""
 
 
 class Plugin(WeightedReward):
-    """A reward given by its short name: built-in, or registered by an installed package.
+    """A reward that is given by its short name. It is built in, or an installed package registers it.
 
     Args:
         name: The short name, one of `available()`.
         init_args: Arguments of the reward, if it is a class.
         weight: As in `WeightedReward`.
-        log_name: The name in logs; by default the reward's own name.
+        log_name: The name in logs, by default the reward's own name.
         on_error: As in `WeightedReward`.
         error_value: As in `WeightedReward`.
         completions_as: As in `WeightedReward`.

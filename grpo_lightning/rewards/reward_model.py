@@ -1,4 +1,4 @@
-"""Reward models: sequence classifiers with one label that score a prompt and its completion."""
+"""Reward models: sequence classifiers that have one label and score a prompt with its completion."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KIND = "ForSequenceClassification"
 
 
 class Classifier:
-    """Loader of a sequence classifier that is given by name or in memory; also checks the classifier's config.
+    """Loader of a sequence classifier that is given by name or in memory. It also checks the classifier's config.
 
     Args:
         model: As in `RewardModel`.
@@ -98,8 +98,8 @@ class Classifier:
     def size(self, config: PretrainedConfig) -> tuple[int, int]:
         """(Number of weights, bytes per weight).
 
-        The weights of a model in memory are counted. For a model given by name, the config is enough: no weights are
-        loaded.
+        The weights of a model in memory are counted. For a model given by name, no weights are loaded, because the
+        config is enough.
         """
         from transformers import AutoModelForSequenceClassification
 
@@ -138,39 +138,40 @@ class Classifier:
 class RewardModel(Reward):
     """The score of a reward model for a prompt and its completion.
 
-    The model is a transformers sequence classifier with a single label; the score is its raw logit. A chat prompt and
-    its completion, with all messages of a conversation, are formatted by the reward model's own chat template. A text
-    prompt and its completion are concatenated, and the tokenizer adds its special tokens once. Images are not
+    The model is a transformers sequence classifier with a single label, and the score is its raw logit. A chat prompt
+    and its completion, with all messages of a conversation, are formatted by the reward model's own chat template. A
+    text prompt and its completion are concatenated, and the tokenizer adds its special tokens once. Images are not
     supported. For a generative judge, use `LLMJudge`.
 
-    Padding does not change scores: a sequence gets the same score in a batch as alone. Transformers reads the score at
-    the last token that is not `pad_token_id` of the model's config, so sequences are padded with that id. If the config
-    has no `pad_token_id`, an id that occurs in none of the sequences is used instead. The pad token and padding side of
-    the tokenizer do not matter. Equal sequences are scored once.
+    Padding does not change scores, so a sequence gets the same score in a batch as alone. Transformers reads the score
+    at the last token that is not `pad_token_id` of the model's config, so sequences are padded with that id. If the
+    config has no `pad_token_id`, an id that occurs in none of the sequences is used instead. The pad token and padding
+    side of the tokenizer do not matter. Equal sequences are scored once.
 
-    A sequence that is too long for the model is not truncated: its completion is not scorable (None). A warning is
-    logged, and the fraction of such completions is logged as `reward/reward_model/too_long`.
+    A sequence that is too long for the model is not truncated. Instead, its completion is not scorable (None). A
+    warning is logged, and the fraction of such completions is logged as `reward/reward_model/too_long`.
 
     The weights are loaded after all checks, and after the weights of the policy. Every rank holds a full copy, also
     under ZeRO-3 and FSDP2, and scores its own completions without communication. On each device, the copy takes 2 bytes
-    per weight in bfloat16 (14 GB for 7 billion weights) and 4 bytes in float32; with `offload`, it takes this memory
-    only during calls. The activations of `batch_size` sequences take additional memory, which `grpo-lightning plan`
-    does not count.
+    per weight in bfloat16 (14 GB for 7 billion weights) and 4 bytes in float32. With `offload`, the copy takes this
+    memory only during calls. The activations of `batch_size` sequences take additional memory, which
+    `grpo-lightning plan` does not count.
 
     The model is frozen, and it is not a submodule of the LightningModule, so no optimizer, strategy or checkpoint
     includes it. Automatic mixed precision is off while the model scores.
 
     Args:
         model: Hub name, folder, or a model in memory. A model in memory is frozen and moved to the device.
-        tokenizer: A tokenizer, or its name or folder; null uses the model's own. Required for a model in memory.
+        tokenizer: A tokenizer, or its name or folder. Null uses the model's own. This argument is required for a model
+            in memory.
         revision: Branch, tag or commit of the model on the hub.
-        batch_size: Sequences per forward pass; sequences of similar length are in the same pass.
+        batch_size: Sequences per forward pass. Sequences of similar length are in the same pass.
         max_length: Maximum number of tokens of a sequence; null uses the model's limit or the tokenizer's, whichever is
             smaller.
-        dtype: Precision of the weights; "auto" uses the precision of the checkpoint. In bfloat16, a score near 10 is
+        dtype: Precision of the weights. "auto" uses the precision of the checkpoint. In bfloat16, a score near 10 is
             rounded to a multiple of 0.06.
         device: The device for all ranks, such as "cpu" or "cuda:1"; null uses the device of the policy on each rank.
-        offload: Keep the weights on the CPU between calls; each call then transfers them to the device and back.
+        offload: Keep the weights on the CPU between calls. Each call then transfers them to the device and back.
     """
 
     in_process = True
@@ -482,10 +483,10 @@ def _device(name: str) -> torch.device:
 
 
 def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
-    """Maximum number of tokens of a sequence: `max_length`, else the limit of model and tokenizer; None for no limit.
+    """Maximum number of tokens of a sequence; None for no limit.
 
-    The tokenizer's limit applies too, because encoders with offset positions (RoBERTa) take fewer tokens than their
-    config has positions.
+    The maximum is `max_length` or, if that is None, the limit of model and tokenizer. The tokenizer's limit applies
+    too, because encoders with offset positions (RoBERTa) take fewer tokens than their config has positions.
 
     Raises:
         ValueError: If `max_length` is above the limit of model and tokenizer.

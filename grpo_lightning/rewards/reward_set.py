@@ -90,7 +90,10 @@ class RewardSet:
 
     @property
     def success(self) -> str:
-        """The reward that decides which completions are solved: the first with `says_solved`, else the first reward."""
+        """The name of the reward that decides which completions are solved.
+
+        It is the first reward with `says_solved` or, if there is none, the first reward.
+        """
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
@@ -186,15 +189,16 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start each reward on the completions of the prompts whose `Prompt.rewards` names the reward, or is None.
+        """Start each reward on the completions of every prompt if `Prompt.rewards` names the reward or is None.
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
         A reward applies to a group if the reward is called for the group's prompt, and gives a value to at least one
-        completion. In such a group, a completion to which the reward gives no value is not scorable: its total is NaN.
-        If no reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        completion. If the reward then gives no value to another completion of the group, that completion is not
+        scorable, and its total is NaN. If no reward applies to a group, all its totals are NaN. Rewards of weight 0 are
+        ignored in these rules.
 
-        Without groups (a rank without prompts), no reward is called.
+        If there are no groups, because the rank has no prompts, no reward is called.
 
         Args:
             groups: N groups of G completions each.
@@ -370,7 +374,7 @@ class Source:
 
 
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
-    """Group prompts into sources: prompts with the same dataset and the same list of rewards form one source.
+    """Group prompts into sources. Prompts with the same dataset and the same list of rewards form one source.
 
     The sources are in the order of their first prompts.
 

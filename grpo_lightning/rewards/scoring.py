@@ -1,4 +1,4 @@
-"""Score a rollout: call every reward and add up the values to one total per completion.
+"""Score a rollout by calling every reward and adding up the values to one total per completion.
 
 By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
 whole batch in one call. A call runs in a worker process or in this process. Each worker runs one call at a time, and
@@ -88,7 +88,7 @@ class Scores:
         return replace(self, total=self.total.masked_fill(excluded, math.nan), by_reward=by_reward)
 
     def select(self, rows: Sequence[int]) -> Scores:
-        """Select groups, in the given order; metrics and failures remain those of all groups."""
+        """Select groups, in the given order. The metrics and failures remain those of all groups."""
         rows, size = list(rows), self.total.shape[1]
         return replace(
             self,
@@ -172,7 +172,7 @@ class EarlyCalls:
 class Scoring:
     """The calls of all rewards on a batch.
 
-    Calls in workers and async calls run in the background; `finish` waits for them.
+    Calls in workers and async calls run in the background, and `finish` waits for them.
 
     Args:
         groups: N groups of G completions.
@@ -211,7 +211,7 @@ class Scoring:
             call.start_here()
 
     def finish(self) -> Scores:
-        """Wait for all rewards; if the failure of one stops the run, cancel the others.
+        """Wait for all rewards. If the failure of one reward stops the run, cancel the others.
 
         Raises:
             RuntimeError: If a call raised an error, timed out or crashed its worker, and the reward's `on_error` is
@@ -595,7 +595,7 @@ def _environment(completion: Completion) -> Any:
 
 
 def written_messages(completion: Completion) -> list[Message]:
-    """The messages of a completion: one assistant message, or the messages of all turns of a conversation.
+    """The completion as one assistant message or, in a conversation, as the messages of all its turns.
 
     An observation after the last turn of the policy is left out if the policy has not seen it.
     """

@@ -1,6 +1,6 @@
 """Text rewards: exact match, format, repetition.
 
-Completions are untrusted text, so all rewards take linear time: they use `str` methods and no backtracking patterns.
+Completions are untrusted text, so all rewards take linear time. They use `str` methods and no backtracking patterns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class ExactMatch(AnswerReward):
             apply to a row without an answer (None or only whitespace).
         extract: The place of the completion's answer: the last `<answer>...</answer>` ("answer_tag"), the last
             `\boxed{}` ("boxed"), the text after the last `####` up to the end of the line ("hashes"), or the whole
-            completion ("text"). "auto" tries the following places in order, and reads the first that the completion
-            has: answer tags; `\boxed{}`; an announcement ("The answer is 7.") or `#### 7`; bold text (**7**); the end
-            of the last line ("3 + 4 = 7"), if the completion is not truncated. If there is no answer at the place that
-            is read, the completion is wrong.
-        is_normalized: False compares the extracted texts without normalization; only whitespace around them is removed.
+            completion ("text"). "auto" tries five places in order, and reads the first that the completion has. They
+            are (a) answer tags, (b) `\boxed{}`, (c) an announcement ("The answer is 7.") or `#### 7`, (d) bold text
+            (**7**), and (e) the end of the last line ("3 + 4 = 7") if the completion is not truncated. If there is no
+            answer at the place that is read, the completion is wrong.
+        is_normalized: False compares the extracted texts without normalization, and removes only the whitespace around
+            them.
     """
 
     def __init__(
@@ -84,15 +85,15 @@ class ExactMatch(AnswerReward):
 class Format(Reward):
     """1 if the completion is exactly `<think>...</think><answer>...</answer>`, else 0.
 
-    Only whitespace is allowed around and between the two parts; each tag must occur exactly once.
+    Only whitespace is allowed around and between the two parts. Each tag must occur exactly once.
 
     Args:
         tags: The tags, in order. For example, `[reasoning, answer]` requires
             `<reasoning>...</reasoning><answer>...</answer>`.
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
             completion then starts inside the first part and must not repeat this tag.
-        text_after: True if any text may follow the last part. For example, `tags=[think], text_after=True` accepts
-            reasoning followed by an answer without tags.
+        text_after: True if any text is allowed to follow the last part. For example, `tags=[think], text_after=True`
+            accepts reasoning followed by an answer without tags.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class ReactFormat(Reward):
 
 
 class Repetition(Reward):
-    """Repetition penalty: the fraction of n-grams that repeat an earlier one, times `max_penalty`.
+    """Repetition penalty, which is `max_penalty` times the fraction of n-grams that repeat an earlier one.
 
         r = (1 - unique n-grams / n-grams) * max_penalty
 
@@ -184,9 +185,9 @@ class Repetition(Reward):
 
     Args:
         n_grams: n, the length of the n-grams.
-        max_penalty: The value that the reward approaches if the completion only repeats itself; at most 0.
-        unit: "words" splits at whitespace and compares in lower case. "tokens" uses the completion's tokens; choose it
-            for text without spaces (Chinese, Japanese, Thai).
+        max_penalty: The value that the reward approaches if the completion only repeats itself. It must be at most 0.
+        unit: "words" splits at whitespace and compares in lower case. "tokens" uses the completion's tokens. Choose
+            "tokens" for text without spaces (Chinese, Japanese, Thai).
     """
 
     def __init__(self, n_grams: int = 3, max_penalty: float = -1.0, unit: Unit = "words") -> None:

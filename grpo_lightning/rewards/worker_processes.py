@@ -1,4 +1,4 @@
-"""The processes of a `WorkerPool`: the supervisor, and its workers, which call the rewards.
+"""The processes of a `WorkerPool`: the supervisor, and the workers that call the rewards.
 
 The supervisor forks the workers, sends them calls, and answers a call itself if the call timed out or if the worker's
 process crashed. `rewards/workers.py` describes the processes.
@@ -58,7 +58,9 @@ the training process handles them and stops the supervisor."""
 
 
 def supervise(descriptor: int) -> None:
-    """Main function of the supervisor: load the rewards and run workers until the training process closes the pool.
+    """Load the rewards, and run workers until the training process closes the pool.
+
+    This is the main function of the supervisor.
 
     Args:
         descriptor: File descriptor of the connection to the training process.

@@ -1,4 +1,4 @@
-"""Worker processes for rewards: time limits, memory limits, and several calls at once.
+"""Worker processes for rewards, with time limits, memory limits, and several calls at once.
 
 A reward that loops in C code does not release the interpreter, so neither a signal handler nor another thread can
 interrupt it. Therefore the training process starts a supervisor process. The supervisor loads the rewards once, forks
@@ -156,7 +156,7 @@ class RaisedError(RuntimeError):
 
 @dataclass
 class Answer:
-    """The outcome of a call: its values and logs, or its failure."""
+    """The outcome of a call, which is either its values and logs, or its failure."""
 
     result: Any = None
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -178,11 +178,11 @@ class Answer:
     """The exception that caused the failure; None if there was none."""
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        """Log a column next to the completions: one value per completion."""
+        """Log a column with one value per completion, next to the completions."""
         self.extras.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a metric; values of the same step are averaged."""
+        """Log a metric. Values of the same step are averaged."""
         self.metrics.setdefault(name, []).append(float(value))
 
     def fail(self, failure: str, problem: str, cause: BaseException | None = None) -> Answer:
@@ -317,7 +317,7 @@ class WorkerPool:
 
     The supervisor starts on first use, and starts again on the next use if it was killed or stopped by `close`. The
     supervisor and the workers end when `close` is called, when this object is deleted, or when this process ends. The
-    pool is picklable; an unpickled copy starts its own supervisor.
+    pool is picklable, and an unpickled copy starts its own supervisor.
 
     Args:
         rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
@@ -347,10 +347,10 @@ class WorkerPool:
         return WorkerPool, (self.rewards, self.limits, self.kind)
 
     def start(self, num_local_ranks: int | None = None) -> None:
-        """Start loading the rewards that can run in workers; returns immediately.
+        """Start loading the rewards that can run in workers, and return immediately.
 
         Args:
-            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call; in the first
+            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call. In the first
                 call, None means 1.
         """
         with self._lock:
@@ -395,7 +395,7 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the supervisor has loaded the rewards; a reward that it cannot load will run in this process.
+        """Wait until the supervisor has loaded the rewards. A reward that it cannot load will run in this process.
 
         Raises:
             RuntimeError: If loading times out, or the supervisor ends while it loads the rewards.
@@ -421,7 +421,7 @@ class WorkerPool:
         return bool(self._places) and self._loaded.done() and self._loaded.exception() is None
 
     def has(self, reward: WeightedReward) -> bool:
-        """Whether a reward runs in workers; otherwise it runs in the training process."""
+        """Whether a reward runs in workers, and not in the training process."""
         return reward.name in self._places
 
     def keep(self, name: str, why: str) -> None:
@@ -436,12 +436,12 @@ class WorkerPool:
         self.warn_once(log, name, text, self.kind, name, why, remedy)
 
     def stop(self) -> None:
-        """Stop the workers and their calls; the next call starts the workers again."""
+        """Stop the workers and their calls. The next call starts the workers again."""
         if self._places:
             self._close()
 
     def close(self) -> None:
-        """Stop the workers, and forget which rewards they have loaded; `start` and `wait` start new workers."""
+        """Stop the workers, and forget which rewards they have loaded. `start` or `wait` then starts new workers."""
         with self._lock:
             self.stop()
             self._started_by, self._places, self._early = None, {}, {}

@@ -1,11 +1,11 @@
-"""Asynchronous rollouts: groups of the next rollouts are sampled in the background while the policy trains.
+"""Asynchronous rollouts sample the groups of the next rollouts in the background while the policy trains.
 
 A cycle is one rollout and all training on this rollout. S is `model.max_staleness`. At the start of cycle k, the groups
-of cycle k are taken; they were requested S cycles earlier. Then the groups of cycle k + S are requested. The engine
-samples the groups of cycle k + S with the policy's weights at the start of cycle k. When a completion is trained on,
-the policy's weights are therefore at most S cycles newer than the weights that sampled the completion. Groups in flight
-have been requested, but not taken yet. Checkpoints contain no groups in flight, so a resumed run samples these groups
-again. If sampling in the background fails, the lost groups of the current cycle are sampled once more in the
+of cycle k are taken. They were requested S cycles earlier. After that, the groups of cycle k + S are requested. The
+engine samples the groups of cycle k + S with the policy's weights at the start of cycle k. When a completion is trained
+on, the policy's weights are therefore at most S cycles newer than the weights that sampled the completion. Groups in
+flight have been requested, but not taken yet. Checkpoints contain no groups in flight, so a resumed run samples these
+groups again. If sampling in the background fails, the lost groups of the current cycle are sampled once more in the
 foreground.
 """
 
@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt in flight: its group was requested in the background, and has not been taken yet."""
+    """A prompt in flight. Its group was requested in the background, and has not been taken yet."""
 
     sampled: Future[Sampled]
     position: int
@@ -65,7 +65,10 @@ class InFlight:
         """The newest decoding progress that was reported in the background."""
 
     def report(self, done: int, total: int) -> None:
-        """Record decoding progress; engines call this in another thread, where callbacks must not be called."""
+        """Store the decoding progress.
+
+        Engines call this method in another thread, in which callbacks must not be called.
+        """
         self.latest = (done, total)
 
     def request(self, prompts: Sequence[Prompt], sample: Callable[[], list[Group]], rollout_index: int) -> None:
@@ -97,7 +100,7 @@ class InFlight:
                 del self.requests[key]
 
     def lacking(self, prompts: Iterable[Prompt]) -> list[int]:
-        """Positions of the prompts that are not in flight; a prompt that occurs twice has to be in flight twice."""
+        """Positions of the prompts that are not in flight. A prompt that occurs twice has to be in flight twice."""
         seen: Counter[int | str] = Counter()
         positions = []
         for position, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Conversations: the policy and its environments take turns, and earlier turns are never tokenized again.
+"""Conversations, in which policy and environments take turns. Earlier turns are never tokenized again.
 
 In a round, one call of the engine samples the next turn of every open conversation. A conversation is open until it
 ends. As soon as a conversation's turn has been sampled, its environment is called, even if other turns are still being
@@ -177,7 +177,7 @@ class Conversation:
         )
 
     def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
-        """Append an observation; its last message gets all `ids`. If `ids` is empty, the policy sees no message."""
+        """Append an observation. Its last message gets all `ids`. If `ids` is empty, the policy sees no message."""
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))
@@ -297,7 +297,7 @@ class Conversations:
         self.runner.start(num_local_ranks)
 
     def close(self) -> None:
-        """Stop the workers; the next conversation starts them again."""
+        """Stop the workers. The next conversation starts them again."""
         self.runner.close()
 
     # ------------------------------------------------------------------------------------------------------- beginning
@@ -442,8 +442,8 @@ class Conversations:
     ) -> list[list[Completion]]:
         """Play G conversations for each of N prompts.
 
-        If this method is called in the main thread, the call is collective: every rank calls the engine until no rank
-        has an open conversation.
+        If this method is called in the main thread, the call is collective, so every rank calls the engine until no
+        rank has an open conversation.
 
         Args:
             engine: Samples the turns.
@@ -451,8 +451,8 @@ class Conversations:
             encoded: The N prompts, encoded.
             states: N environments, from `begin`.
             num_generations: G.
-            sampling: Sampling settings; `max_completion_length` limits the tokens of a conversation after its prompt,
-                including observations.
+            sampling: Sampling settings. `max_completion_length` limits the tokens of a conversation after its prompt,
+                including those of observations.
             seeds: N seeds, one per prompt.
             progress: Called with the decoding progress of a round.
             vision: The images of the prompts.

@@ -1,9 +1,8 @@
-"""CUDA graphs of decoding steps: one launch per token instead of several hundred.
+"""CUDA graphs of decoding steps, which need one launch per token instead of several hundred.
 
 A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all
-kernels at once, on the same tensors as when the graph was captured. A new graph must therefore be captured in two
-cases: if a completion joins or leaves the batch, or if the tensors for keys and values change their sizes
-(`SharedPrompts.layout`).
+kernels at once, on the same tensors as when the graph was captured. Therefore a new graph must be captured if a
+completion joins or leaves the batch, or if the tensors for keys and values change their sizes (`SharedPrompts.layout`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""Smallest `max_completion_length` for which steps are captured: a capture takes as long as about three steps without a
-graph."""
+"""Smallest `max_completion_length` for which steps are captured. In shorter rollouts, a capture would not save time,
+because it takes as long as about three steps without a graph."""
 
 OTHER_LOGITS = 1e-2
 """Largest accepted difference between the logits of a captured step and of the same step without a graph, relative to
@@ -38,10 +37,10 @@ class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
     The layout identifies the tensors that a step reads and writes. The first step after each change of the layout runs
-    without a graph, so that no kernel is chosen or compiled during a capture. The first two steps that the object ever
-    runs from a graph are each run twice: once with the graph, and once without the graph. If the two results (logits)
-    differ by more than `OTHER_LOGITS`, the current step and all later steps run without graphs. The same happens if a
-    capture fails, for example because the model's code waits for the device.
+    without a graph, so that no kernel is chosen or compiled during a capture. Each of the first two steps that the
+    object runs from a graph is also run without the graph. If the two results (logits) differ by more than
+    `OTHER_LOGITS`, the current step and all later steps run without graphs. The same happens if a capture fails, for
+    example because the model's code waits for the device.
 
     Args:
         capture: See `Capture`.
@@ -69,7 +68,7 @@ class CapturedSteps:
             position: See `Forward`.
 
         Returns:
-            Logits [rows, V]; the next step may overwrite them.
+            Logits [rows, V]. The next step can overwrite them.
         """
         if not self.is_usable or layout != self.layout:
             self.forget()

@@ -1,4 +1,4 @@
-"""DAPO dynamic sampling: replace prompts whose groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
+"""DAPO dynamic sampling replaces prompts if their groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
 A group has no gradient if every completion has advantage 0 or is masked by the overlong filter. With the objective's
 baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
@@ -6,7 +6,7 @@ baseline `pass_at_k`, some groups without a gradient have nonzero reward varianc
 
 A group is idle if it has no gradient. If `DynamicSampling.reward` names a reward that applies to a group but does not
 vary within the group, this group is idle too, even if it has a gradient. Idle groups are replaced in up to
-`max_resample_times` rounds. In a round, the next prompts of the data are taken: one prompt for each idle group. A new
+`max_resample_times` rounds. In a round, the next prompts of the data are taken, one prompt for each idle group. A new
 group is sampled for each new prompt. If the new group is not idle, it replaces the idle group. If the new group is idle
 too, the new group is discarded, and the old group stays until the next round. After the last round, the remaining idle
 groups stay in the rollout. If `DynamicSampling.reward` is null, no group with a gradient is discarded.

@@ -27,7 +27,7 @@ class Turns:
     rows: Sequence[int]
     """For each completion of a call, a number that identifies the conversation. Later calls use the same number for the
     same conversation. In a later call, the prompt of a conversation begins with the prompt and the completion of the
-    earlier call. The last tokens of this completion may be missing."""
+    earlier call. The last tokens of this completion can be missing."""
 
     states: dict[int, Any]
     """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
@@ -42,7 +42,7 @@ completions have ended."""
 class RolloutEngine(ABC):
     """Samples completions from the policy.
 
-    A subclass defines `connect`, `sync_weights` and `generate`; the other methods are optional. An engine that is given
+    A subclass defines `connect`, `sync_weights` and `generate`. The other methods are optional. An engine that is given
     in YAML must be a subclass of this class. In Python, any object that has at least these three methods works.
 
     Engines take and return token ids, so that log-probs are computed for exactly the sampled tokens. Every rank makes
@@ -51,11 +51,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Called once after the policy is loaded; `sharding` describes how the weights are sharded over ranks."""
+        """Connect the engine to the policy. This method is called once, after the policy is loaded.
+
+        `sharding` describes how the weights are sharded over ranks.
+        """
 
     @abstractmethod
     def sync_weights(self, policy: nn.Module) -> None:
-        """Called before every rollout: the next completions are sampled from these weights."""
+        """Use the policy's weights for the next completions. This method is called before every rollout."""
 
     @abstractmethod
     def generate(  # noqa: PLR0913 - optional arguments, which an engine may lack
@@ -74,22 +77,22 @@ class RolloutEngine(ABC):
         """Sample completions.
 
         Args:
-            prompts: N unpadded token-id lists; N may be 0 and differ between ranks.
+            prompts: N unpadded token-id lists. N can be 0, and can differ between ranks.
             num_generations: G, completions per prompt.
             sampling: Sampling distribution and stop conditions.
             seeds: N seeds, one per prompt. The same seed, weights and prompt must give the same completions, regardless
                 of the rank and of the other prompts in the batch. The engine must not touch global random state.
             progress: Called with the decoding progress.
-            vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
-                vision tower in this object, for later forward passes.
+            vision: The images of the prompts, for a multimodal policy. The engine is allowed to cache the features of a
+                frozen vision tower in this object, for later forward passes.
             part: Indices of the completions to sample, among the G completions of a prompt; None samples all. With
-                `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion may
-                depend on its index in the group, but not on the part.
+                `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion is
+                allowed to depend on its index in the group, but not on the part.
             on_group: Called at most once per prompt, as soon as all completions of the prompt have ended. It gets the
                 completions that will be returned for the prompt. Rewards can thus be computed while other prompts are
                 still being sampled. If an engine lacks this argument or never calls it, rewards are computed after
                 sampling.
-            limits: N numbers, one per prompt: the maximum number of tokens of each completion of this prompt. No number
+            limits: For each of the N prompts, the maximum number of tokens of each of its completions. No maximum
                 exceeds `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If
                 an engine lacks this argument, tokens that it samples beyond a limit are dropped.
             turns: In conversations, this object contains the states that were kept from earlier turns. The engine also

@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 Gather = Literal["auto"] | bool
 
 LARGEST_SHARE = 0.5
-"""Maximum fraction of the free memory that gathered weights may take. The rest is for the KV cache, the logits, and the
-optimizer states, which are not allocated yet when the first rollout is sampled."""
+"""Maximum fraction of the free memory that gathered weights are allowed to take. The rest is for the KV cache, the
+logits, and the optimizer states, which are not allocated yet when the first rollout is sampled."""
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
-    """Decide whether all ranks gather sharded weights once per rollout; returns the decision and the reason."""
+    """Decide whether all ranks gather sharded weights once per rollout. Returns: the decision and the reason."""
     if gather != "auto":
         return gather, "requested"
     device = compute_device(policy)

@@ -48,7 +48,7 @@ class GroupSource(NamedTuple):
         part: range | None = None,
         on_group: Callable[[Group], None] | None = None,
     ) -> list[Group]:
-        """Sample G completions for each of N prompts: call `prepare`, and then the function that it returns."""
+        """Sample G completions for each of N prompts, by calling `prepare` and the function that it returns."""
         return self.prepare(prompts, num_generations, sampling, seeds, progress, part, on_group)()
 
     def prepare(
@@ -61,7 +61,7 @@ class GroupSource(NamedTuple):
         part: range | None = None,
         on_group: Callable[[Group], None] | None = None,
     ) -> Callable[[], list[Group]]:
-        """Encode N prompts; their images are read once, in this call.
+        """Encode N prompts. Their images are read once, in this call.
 
         Args:
             prompts: N prompts.
@@ -128,7 +128,7 @@ class GroupSource(NamedTuple):
 
 
 def kl_to_reference(groups: Sequence[Group]) -> Tensor:
-    """KL of each completion to the reference, [N, G] in nats: the estimate k1, summed over the sampled tokens.
+    """KL of each completion to the reference, [N, G] in nats, as the sum of the estimate k1 over the sampled tokens.
 
         KL = sum over t of (rollout_logprob[t] - ref_logprob[t])
 

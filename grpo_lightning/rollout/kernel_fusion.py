@@ -1,9 +1,10 @@
-"""Kernel fusion on CUDA: `torch.compile` fuses the small operations of a decoding step into a few kernels.
+"""On CUDA, `torch.compile` fuses the small operations of a decoding step into a few kernels (kernel fusion).
 
 A decoding step has many small operations. Forty of them sample a token from the logits. Each layer of the policy has
-about thirty more: norms, rotary embeddings, and the merge of attention to the prompt with attention to the completion.
-A GPU finishes each operation faster than the host can launch the next one. Even in a CUDA graph, each kernel takes a
-few microseconds. Fewer kernels take less time. In four cases, the operations are not fused but run one by one:
+about thirty more, for norms, for rotary embeddings, and for the merge of attention to the prompt with attention to the
+completion. A GPU finishes each operation faster than the host can launch the next one. Even in a CUDA graph, each
+kernel takes a few microseconds. Fewer kernels take less time. In four cases, the operations are not fused but run one
+by one:
 
 - on devices other than CUDA;
 - in short rollouts (`LEAST_LENGTH`);
@@ -152,11 +153,11 @@ def graph_of(values: Iterable[Any]) -> Hashable:
 
     - the mode of torch (inference mode, gradients on or off);
     - the dtype of autocast;
-    - for each module: its settings, and the dtypes of its weights;
-    - for each tensor: dtype, device, contiguity and last size;
-    - for every other argument: its value.
+    - the settings of each module, and the dtypes of its weights;
+    - the dtype, device, contiguity and last size of each tensor;
+    - the value of every other argument.
 
-    The other sizes of a tensor may differ between the two calls, but a size that is 1 in one call must be 1 in the
+    The other sizes of a tensor can differ between the two calls, but a size that is 1 in one call must be 1 in the
     other.
 
     Args:
@@ -305,7 +306,7 @@ def with_name(function: Any, name: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def fused_states(function: types.FunctionType, name: str) -> Fused:
-    """Fuse a function of hidden states; all layers and rollouts share the fused function.
+    """Fuse a function of hidden states. All layers and rollouts share the fused function.
 
     The function is compiled again if the last size of the states changes, or if another size changes from or to 1. For
     other causes of a compilation, see `graph_of`.

@@ -1,4 +1,4 @@
-"""The local engine: samples with the policy itself, through the unmodified model code of transformers.
+"""The local engine, which samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, some prompts may have to wait. A waiting prompt is
@@ -112,11 +112,11 @@ class LocalEngine(RolloutEngine):
             If `max_rows` is None, all completions are decoded at the same time. The G completions of one prompt are
             decoded together even if G exceeds `max_rows`. If a rollout has more than `max_rows` completions, a prompt
             waits until enough other completions have ended to make room for the prompt's G completions. If a model's
-            completions cannot share the keys and values of their prompt, the engine decodes in waves: prompts wait
+            completions cannot share the keys and values of their prompt, the engine decodes in waves. Prompts then wait
             until all completions that are being decoded have ended. `max_rows` does not change the completions.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
-            rollout, which is fast, but every device must hold the full weights. False gathers each layer when it runs,
-            at every token; all ranks then wait for the longest completion. "auto" is False if the full weights would
+            rollout. This is fast, but every device must hold the full weights. False gathers each layer when it runs,
+            at every token. All ranks then wait for the longest completion. "auto" is False if the full weights would
             take more than half of the free memory of a GPU, and True if not. All three give the same completions.
         enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. Graphs and fused
             layers reduce the time of the decoding steps of small models to a fraction. By default, graphs and fused
@@ -233,7 +233,7 @@ class LocalEngine(RolloutEngine):
         return (torch.tensor([row.logprobs for row in rows], device=device) - scores).abs().flatten()
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Do nothing: the engine always samples with the current weights of the policy that it is connected to.
+        """Only check the policy, because the engine always samples with the current weights of the connected policy.
 
         Raises:
             RuntimeError: If the engine is connected to another policy.
@@ -264,7 +264,7 @@ class LocalEngine(RolloutEngine):
         limits: Sequence[int] | None = None,
         turns: Turns | None = None,
     ) -> list[list[Completion]]:
-        """For every prompt, sample G completions, or only those in `part`; see `RolloutEngine.generate`."""
+        """For every prompt, sample G completions, or only those in `part` (see `RolloutEngine.generate`)."""
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must hold one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds.")
         check_unguided(sampling)
@@ -343,7 +343,7 @@ class LocalEngine(RolloutEngine):
         lengths: set[int],
         kept_states: KeptStates | None = None,
     ) -> list[SampledRow]:
-        """Decode a rollout: prefill prompts, then sample one token per step for every unfinished completion.
+        """Prefill the prompts of a rollout, and sample one token per step for every unfinished completion.
 
         Args:
             waiting: The prompts. Those for which there is room are prefilled immediately. The others are prefilled when
@@ -397,7 +397,7 @@ class LocalEngine(RolloutEngine):
     def open(
         self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
     ) -> tuple[OpenRows, PlacedPrompts]:
-        """Prefill prompts and open their rows: completions of at most `longest` tokens that begin at step `step`."""
+        """Prefill prompts and open rows for completions that begin at step `step` and have at most `longest` tokens."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         begun = None
@@ -438,10 +438,10 @@ class LocalEngine(RolloutEngine):
     ) -> tuple[OpenRows | None, Wave]:
         """Remove the finished rows if there are enough of them, and take waiting prompts for their places.
 
-        A row is finished if it has ended or has its maximum length. The finished rows are removed in three cases: if
-        they are at least the fraction `LEAST_ENDED` of the open rows, if one finished row has its maximum length, or if
-        all rows are finished. If completions cannot share the keys and values of their prompt, waiting prompts are
-        taken only if all rows are finished.
+        A row is finished if it has ended or has its maximum length. The finished rows are removed if they are at least
+        the fraction `LEAST_ENDED` of the open rows, if one finished row has its maximum length, or if all rows are
+        finished. If completions cannot share the keys and values of their prompt, waiting prompts are taken only if all
+        rows are finished.
 
         Args:
             rows: The open rows.
@@ -470,7 +470,7 @@ class LocalEngine(RolloutEngine):
         return (rows.select(pack_rows(kept)) if kept else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
-        """Run the policy on the tokens of a decoding step, to get the next logits; without rows, run a dummy token."""
+        """Run the policy on the tokens of a decoding step, to get the next logits. Without rows, run a dummy token."""
         if rows is None:
             ids = torch.full((1, 1), self.pad_id, device=placed.first.device)
             self.forward(ids, position_ids=placed.along(torch.zeros_like(ids)))
@@ -626,7 +626,7 @@ class LocalEngine(RolloutEngine):
         return sampled
 
     def completions(self, sampled: list[SampledRow]) -> list[Completion]:
-        """Build completions from sampled rows: decoded text and finish reason."""
+        """Build completions, with decoded text and finish reason, from sampled rows."""
         texts = self.tokenizer.batch_decode([row.token_ids for row in sampled], skip_special_tokens=True)
         return [
             Completion(
@@ -655,10 +655,10 @@ def check_unguided(sampling: SamplingParams) -> None:
 
 
 def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Copies of the weights of linear layers in the dtype of autocast (`linear_copies`); empty without autocast.
+    """Copies of the weights of linear layers in the dtype of autocast (`linear_copies`).
 
     Autocast itself would make these copies again at every token, because Lightning has turned autocast's cache off. The
-    result is also empty if the copies would take more than half of the free memory.
+    result is empty if autocast is off, or if the copies would take more than half of the free memory.
     """
     kind = device.type
     if not torch.is_autocast_enabled(kind):
@@ -669,7 +669,7 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
 
 
 def choose_sampler(device: torch.device) -> ChooseSampler:
-    """Choose how tokens are sampled: on CUDA in fused kernels, on other devices one operation after the other."""
+    """Choose fused kernels for the sampling of tokens on CUDA, and unfused operations on other devices."""
     if device.type != "cuda":
         return choose_unfused
     from grpo_lightning.rollout.kernel_fusion import next_token

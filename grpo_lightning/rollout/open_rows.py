@@ -1,4 +1,4 @@
-"""Rows of a rollout while it is decoded: waiting prompts, open rows, and the tokens that rows have sampled.
+"""Rows of a rollout during decoding: waiting prompts, open rows, and sampled tokens.
 
 A row is one completion. Open rows are the completions that are decoded together.
 """
@@ -62,7 +62,7 @@ class WaitingPrompts:
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
     def take(self, num_open: int) -> Wave:
-        """Take the next prompts whose rows fit next to `num_open` open rows; at least one prompt if no row is open."""
+        """Take as many prompts as fit next to `num_open` open rows. If no row is open, take at least one prompt."""
         whole = self.wave
         count = max((self.max_rows - num_open) // len(whole.part), int(not num_open))
         run = range(len(whole.prompts))[self.num_taken : self.num_taken + count]
@@ -83,9 +83,9 @@ class WaitingPrompts:
 class OpenRows:
     """State of the open rows for the next decoding step.
 
-    The histories of all rows end in the same column: the token of decoding step s is in column `origin + s`, regardless
-    of when its row joined the batch. In each row, all columns before the prompt contain the same token, which is taken
-    from this prompt.
+    The histories of all rows end in the same column. The token of decoding step s is in column `origin + s` of every
+    row, even if the rows joined the batch at different steps. In each row, all columns before the prompt contain the
+    same token, which is taken from this prompt.
     """
 
     cache: DecodingCache
@@ -117,7 +117,7 @@ class OpenRows:
     """Number of rows that had ended, or reached their maximum length, at the last check by the host."""
 
     def before(self, step: int) -> Tensor:
-        """Ids before the token of a decoding step, [rows, tokens]; a view."""
+        """Ids before the token of a decoding step, [rows, tokens], as a view of `history`."""
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
@@ -220,12 +220,12 @@ class SampledRows:
         """For each call of `ended_rows`, a tensor [open rows, steps]: True where the token ends the completion."""
 
     def append(self, new_tokens: SampledTokens, at_stop_string: Tensor | None) -> None:
-        """Keep a step's tokens of the open rows; `at_stop_string` is [rows] bool, None without stop strings."""
+        """Keep the tokens of a step. `at_stop_string` is [open rows] bool, or None if there are no stop strings."""
         self.steps.append(new_tokens)
         self.unseen.append((new_tokens.ids, at_stop_string))
 
     def ended_rows(self) -> Tensor:
-        """[open rows] bool: rows that are ended by one of the tokens sampled since the last call of this method."""
+        """[open rows] bool, True if a token of the row since the previous call of this method ends the completion."""
         ids, at_stop_string = zip(*self.unseen, strict=True)
         self.unseen = []
         ends = torch.isin(torch.stack(ids, 1), self.stop_ids)
@@ -235,7 +235,7 @@ class SampledRows:
         return ends.any(1)
 
     def store(self, index: Tensor) -> None:
-        """Move the tokens in `steps` to the `SampledRow` objects; drop those sampled after their completion had ended.
+        """Move the tokens in `steps` to the `SampledRow` objects, and drop tokens after the end of their completion.
 
         Args:
             index: [open rows] index of each open row among the rows of the rollout.
@@ -257,7 +257,7 @@ class SampledRows:
 
 
 class SampledGroups:
-    """The completions of a rollout, grouped by prompt; each group is built after all its completions have ended.
+    """The completions of a rollout, grouped by prompt. Each group is built after all its completions have ended.
 
     Args:
         size: Number of completions per prompt.
@@ -311,11 +311,11 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     For each conversation, the states of the latest turn's prompt and completion are kept, except for the completion's
-    last token. The prompt of the next turn contains all earlier turns, but it may omit the last tokens of this
-    completion. The kept states are therefore used only up to the first token of the prompt that differs from the kept
-    tokens; the tokens from there on are new. Prompts that are prefilled together are left-padded, so the model computes
-    equally many columns at the end of each prompt. The prompt with the most new tokens determines this number. For
-    prompts with fewer new tokens, the model computes some kept tokens again.
+    last token. The prompt of the next turn contains all earlier turns, but it can lack the last tokens of this
+    completion. So the kept states are used only for the tokens before the first difference between the prompt and the
+    kept tokens. All later tokens of the prompt are new. Prompts that are prefilled together are left-padded, so the
+    model computes equally many columns at the end of each prompt. The prompt with the most new tokens determines this
+    number. For prompts with fewer new tokens, the model computes some kept tokens again.
 
     Args:
         turns: Assigns each completion to its conversation, and holds the kept states.
@@ -329,7 +329,7 @@ class KeptStates:
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
-        """Keys and values of the first columns of the padded prompts; the model computes only the other columns.
+        """Keys and values of the first columns of the padded prompts. The model then computes only the other columns.
 
         The result is None if the model must compute all columns.
 

@@ -1,4 +1,4 @@
-"""DAPO's overlong filter: masks truncated completions, and can leave their rewards out of the group's mean and std."""
+"""DAPO's overlong filter. It masks truncated completions, and can exclude their rewards from a group's mean and std."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def mask_truncated(groups: Sequence[Group]) -> None:
 
 
 def are_truncated(groups: Sequence[Group]) -> Tensor:
-    """Whether each completion is truncated: [N, G] bool."""
+    """[N, G] bool, True for truncated completions."""
     return torch.tensor([[c.is_truncated for c in group.completions] for group in groups], dtype=torch.bool)

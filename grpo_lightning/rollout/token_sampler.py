@@ -150,10 +150,10 @@ def row_products(one: Tensor, other: Tensor) -> Tensor:
 
 
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF sampling: the first token whose cumulative probability exceeds the uniform number, [rows].
+    """Return the first token at which the cumulative probability exceeds the uniform number (inverse CDF), [rows].
 
-    The search has two levels: first over blocks of tokens, then within one block. This avoids a float64 tensor
-    [rows, V]. A token of probability 0 is never sampled.
+    The function first finds the block that contains this token, and then the token within the block. These two steps
+    avoid a float64 tensor [rows, V]. A token of probability 0 is never sampled.
 
     Args:
         probabilities: [rows, V], need not sum to exactly 1.
@@ -268,7 +268,7 @@ def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.devic
 
 
 class Uniforms:
-    """Uniform random numbers in [0, 1): one stream per prompt, G numbers per decoding step.
+    """Uniform random numbers in [0, 1). Every prompt has its own stream, with G numbers per decoding step.
 
     The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which the prompt
     joins the batch.

@@ -1,4 +1,4 @@
-"""Run policy and reference on a rollout: make micro-batches and compute log-probs."""
+"""Make the micro-batches of a rollout, and compute log-probs with the policy and the reference."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class Actor:
             has_policys_tower: False for a reference that has another vision tower (see `vision_of`).
 
         Returns:
-            This rank's micro-batches of all updates; and, for each update, its counts over all ranks (`StepCounts`).
-            All ranks have the same number of micro-batches. Before the first forward pass, call `agree_on_chunks`, so
-            that all ranks run the same number of forward passes for each micro-batch.
+            This rank's micro-batches of all updates, and the counts of each update over all ranks (`StepCounts`). All
+            ranks have the same number of micro-batches. Before the first forward pass, call `agree_on_chunks`, so that
+            all ranks run the same number of forward passes for each micro-batch.
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -120,7 +120,7 @@ class Actor:
         return total
 
     def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenLogprobs:
-        """[B, T] log-probs and entropies of a micro-batch under the policy, with gradients; and the tokens' routing."""
+        """Compute a micro-batch's log-probs [B, T] with gradients, entropies [B, T], and the routing of its tokens."""
         return self.scorer(
             self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy, routers=self.routers
         )
@@ -183,10 +183,10 @@ OldLogprobs = Literal["recompute", "rollout"]
 
 @contextlib.contextmanager
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Seed adapter dropout: a resumed run repeats the dropout of the original run. Does nothing without dropout.
+    """Seed adapter dropout, if there is any, so that a resumed run repeats the dropout of the original run.
 
-    Only the forward pass has to run inside the `with` block: activation checkpointing itself restores the random state
-    when it recomputes activations.
+    Only the forward pass has to run inside the `with` block, because activation checkpointing itself restores the
+    random state when it recomputes activations.
     """
     configs: Any = getattr(policy, "peft_config", {})
     if not is_adapted(policy) or not configs[trained_adapter(policy)].lora_dropout:

@@ -87,19 +87,19 @@ def export(
     fill_missing: bool = False,
     force: bool = False,
 ) -> Export:
-    """Export a checkpoint's policy for `from_pretrained`: weights, config, generation config, tokenizer.
+    """Export the weights, config, generation config and tokenizer of a checkpoint's policy for `from_pretrained`.
 
     For a multimodal policy, also export the processor, with the image size limits of the run.
 
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the initial policy. None uses the policy that the checkpoint names, or else the policy
-            in the `config.yaml` of the checkpoint's run.
-        dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights; if adapters are merged,
-            None uses the dtype in which the run loaded the policy. Some weights stay in float32: those that
-            transformers itself keeps in float32 when it loads the policy in this dtype (for example, the weights of
-            some routers).
+        policy: Name or folder of the initial policy. None uses the policy that the checkpoint names. If the checkpoint
+            names none, None uses the policy in the `config.yaml` of the checkpoint's run.
+        dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights. But if adapters are
+            merged, None uses the dtype in which the run loaded the policy. The export keeps some weights in float32,
+            for example the weights of some routers. These are the weights that transformers itself keeps in float32
+            when it loads the policy in this dtype.
         adapter: If true, export only the adapters, as a folder for peft. If false, merge any adapters into the policy.
         fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, the initial
             policy supplies only weights that are known to be frozen, and any other missing weight raises ValueError.
@@ -270,18 +270,18 @@ def load_base(loader: PolicyLoader, dtype: torch.dtype) -> Any:
 def load_trained_weights(
     model: nn.Module, weights: Mapping[str, Tensor], trained: int | None, *, fill_missing: bool
 ) -> int:
-    """Load the checkpoint's weights into the model; frozen weights may be missing.
+    """Load the checkpoint's weights into the model. The checkpoint is allowed to lack frozen weights.
 
-    A tied weight is one tensor with several names. The checkpoint may contain the tensor under one name, or equal
+    A tied weight is one tensor with several names. The checkpoint can contain the tensor under one name, or equal
     tensors under several names.
 
     Args:
         model: The initial policy.
         weights: Weights by their names in the model.
         trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
-            that many tensors, the other parameters may be missing.
-        fill_missing: If true, any weight may be missing. If false, only weights that are known to be frozen may be
-            missing.
+            that many tensors, it is allowed to lack the other parameters.
+        fill_missing: If true, the checkpoint is allowed to lack any weight. If false, it is allowed to lack only
+            weights that are known to be frozen.
 
     Returns:
         Number of parameters (elements, not tensors) that the checkpoint lacks. The model keeps their initial values.

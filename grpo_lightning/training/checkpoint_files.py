@@ -106,7 +106,7 @@ def join_shards(path: Path, joined: Path) -> dict[str, Any]:
 
 
 def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """Merge the shards of a DeepSpeed folder with DeepSpeed's tool; nothing else can merge them."""
+    """Merge the shards of a DeepSpeed folder with DeepSpeed's tool, because no other tool can merge them."""
     try:
         import deepspeed  # noqa: F401 - the conversion below needs it
     except ImportError as error:
@@ -165,7 +165,7 @@ def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[s
 
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The `model` settings in the `config.yaml` of a checkpoint's run; empty if there is no such file."""
+    """The `model` settings in the `config.yaml` of a checkpoint's run, or {} if this file does not exist."""
     folder = run_of(checkpoint)
     if folder is None:
         return {}
@@ -174,7 +174,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Folder of a checkpoint's run: the nearest parent folder with a `config.yaml`. None if there is no such folder."""
+    """Folder of a checkpoint's run, that is, the nearest parent with a `config.yaml`. None if no parent has one."""
     parents = list(checkpoint.resolve().parents)[:CONFIG_PARENTS]
     return next((parent for parent in parents if (parent / "config.yaml").is_file()), None)
 
@@ -272,9 +272,9 @@ REFERENCE = "reference"
 
 
 class RankFiles:
-    """Files of each rank next to a checkpoint: `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
+    """Files of each rank next to a checkpoint, for example `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
 
-    Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and may be
+    Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and can be
     large, so each rank writes its own rollout to a file. `<moment>` consists of the step, rollout and position at which
     the checkpoint was saved, and of the numbers of ranks (w), ranks per group (r) and micro-batches per step (a). The
     checkpoint also contains `<moment>`. So if another save used the same checkpoint name, files of that save are never
@@ -296,7 +296,7 @@ class RankFiles:
         unfinished.replace(self.folder / f"{moment}-{rank}.pt")
 
     def read(self, moment: str, rank: int | str) -> Any:
-        """Read a rank's state; its tensors are memory-mapped. Raises: FileNotFoundError if the file is missing."""
+        """Read a rank's state, with memory-mapped tensors. Raises: FileNotFoundError if the file is missing."""
         path = self.folder / f"{moment}-{rank}.pt"
         if not path.is_file():
             raise FileNotFoundError(
@@ -349,7 +349,7 @@ class RankFiles:
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files whose names begin with `moment`; no files if `moment` is None."""
+        """The files with names that begin with `moment`. If `moment` is None, the list is empty."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:

@@ -66,7 +66,7 @@ class StepEnds(L.Callback):
         self.has_ended = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Until the policy is loaded, save no checkpoint: a failed attempt would hide the error that ends the run."""
+        """Do not save before the policy is loaded, because a failed save would hide the error that ends the run."""
         save = getattr(trainer.save_checkpoint, "__wrapped__", trainer.save_checkpoint)
 
         @functools.wraps(save)
@@ -245,7 +245,7 @@ subclass."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments to save in checkpoints; a call of `load_from_checkpoint` can omit these arguments.
+    """Return the module's arguments to save in checkpoints. `load_from_checkpoint` can be called without them.
 
     All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
     policy that was passed as a model object is not included either. An argument that cannot be restored (see
@@ -309,7 +309,7 @@ def check_keys(names: Collection[str], known: Collection[str], trained: Sequence
 
 
 def recording_settings(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap `configure_optimizers`; the wrapper records the settings of every parameter group in the module."""
+    """Make `configure_optimizers` also store the settings of every parameter group in `module.optimizer_settings`."""
 
     @functools.wraps(configure)
     def run(module: Any) -> Any:
@@ -324,10 +324,10 @@ def recording_settings(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
     """Replace the optimizer settings of the loaded checkpoint with those of this run.
 
-    The learning rate is replaced too, with one exception: a schedule that is not a `Schedule` of this library continues
-    from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If such a schedule also changes the
-    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too. A
-    setting that the checkpoint lacks, because its run had no such schedule, is that of this run.
+    The learning rate is replaced too, except in one case. If the run has a schedule that is not a `Schedule` of this
+    library, this schedule continues from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If it
+    also changes the momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too. If the
+    checkpoint lacks one of these settings, because its run had another schedule, this run's own setting is used.
 
     Args:
         trainer: Trainer of the run. If the run resumes from no checkpoint, nothing is replaced.

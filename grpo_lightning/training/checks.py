@@ -66,7 +66,7 @@ the required result in error messages."""
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of `STEPS` that a subclass overrides; the wrapper raises ValueError for a wrong return type."""
+    """Wrap a subclass's override of a method in `STEPS`. The wrapper raises ValueError for a wrong return type."""
     kind, expected = STEPS[name]
 
     @functools.wraps(step)
@@ -105,7 +105,7 @@ def required_hook(hook: Hook) -> Hook:
 
 
 def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an override of a required hook; the wrapper runs the module's own hook if the override did not call it.
+    """Wrap an override of a required hook. The wrapper runs the module's own hook if the override did not call it.
 
     The module's own hook runs after the override, because an override of `setup` often makes the data that the module's
     own hook checks. The callbacks that the module's own `configure_callbacks` returns are added to the callbacks that
@@ -130,9 +130,8 @@ def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Cal
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
     """Fill in `rewards` and `scores` that a subclass's `resample` or `compute_advantages` left out of its `Rollout`.
 
-    Logs and callbacks need both fields. If the method returned the groups that it was given, missing fields are taken
-    from the given rollout. Otherwise, the method must return `rewards`, and missing `scores` are made from these
-    rewards.
+    Logs and callbacks need both fields. If the method returned the groups that it was given, the given rollout supplies
+    missing fields. Otherwise, the method must return `rewards`, and missing `scores` are made from these rewards.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -230,7 +229,7 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check training's sampling settings; warn if completions are not sampled from the trained distribution.
+    """Check training's sampling settings, and warn if completions are not sampled from the trained distribution.
 
     Raises:
         ValueError: If sampling is greedy.
@@ -459,7 +458,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
 
 
 def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
-    """If the strategy shards weights, refuse a policy that is loaded unsharded: each rank would train separate weights.
+    """If the strategy shards weights, refuse an unsharded policy, because each rank would train a separate copy of it.
 
     Args:
         sharding: How the loaded policy is sharded; None if it is not loaded yet.
@@ -617,7 +616,7 @@ def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_grou
 def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
     """Check that the training loader gives the same prompts to the ranks that share groups.
 
-    Custom loaders are not checked here; `SharedGroups.collect` compares their prompts later.
+    This function does not check custom loaders. `SharedGroups.collect` compares their prompts later.
 
     Raises:
         ValueError: If the number of ranks to which the loader gives each prompt is not `ranks_per_group`.
@@ -653,8 +652,8 @@ def check_loader(
 ) -> None:
     """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A cycle is one rollout and all training on it. If the loader is not known yet, it is not checked: call this function
-    again when the loader is made.
+    A cycle is one rollout and all training on it. If the loader is not known yet, it is not checked. In this case, call
+    this function again when the loader is made.
 
     Args:
         trainer: Trainer with the training loader.
@@ -695,7 +694,7 @@ def check_loader(
 
 
 def warn_of_few_prompts(loader: Any) -> None:
-    """Warn if a prompt source has fewer prompts than a rollout; only the last rollout of an epoch should be smaller."""
+    """Warn if a source has too few prompts for a rollout, because only an epoch's last rollout should be incomplete."""
     if not isinstance(loader, PromptSource) or loader.is_stream:
         return
     num_prompts, per_group = len(loader.prompts), loader.ranks_per_group  # type: ignore[arg-type]

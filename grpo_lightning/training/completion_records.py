@@ -1,4 +1,4 @@
-"""Records of completions as dicts for JSON: the results of `predict`, and most fields of `completions.jsonl`."""
+"""Make dicts of completions for JSON. They are the results of `predict`, and most fields of `completions.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_lightning.training.evaluation import Evaluation
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
-    """Iterate over one record per completion. A missing reward value is None; images are replaced by their names."""
+    """Iterate over one dict per completion. A missing reward value is None, and images are replaced by their names."""
     scores = evaluation.scores
     for n, group in enumerate(evaluation.groups):
         prompt = group.prompt
@@ -35,7 +35,7 @@ def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
 
 
 def turn_record(turn: Turn) -> dict[str, Any]:
-    """A turn of a conversation: who wrote it, its text and number of tokens, and the environment's reward."""
+    """The role, text and number of tokens of a turn and, for the policy's turns, the finish reason and the reward."""
     record = {"role": turn.role, "text": turn.text, "length": turn.end - turn.start}
     if turn.is_sampled:
         record |= {"finish_reason": turn.finish_reason, "reward": turn.reward}

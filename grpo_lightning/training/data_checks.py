@@ -1,7 +1,7 @@
 """Checks of a run's data before weights are loaded. Prompts are checked if they are known by then (`known_data`).
 
-Two checks are about ground-truth boxes: rewards, metrics and callbacks must agree on the coordinate system of the boxes
-in a column, and the boxes must not be converted to pixels twice.
+Two checks are about ground-truth boxes. Rewards, metrics and callbacks must agree on the coordinate system of the boxes
+in a column. The boxes must not be converted to pixels twice.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def refuse_rows(loader: Any, stage: str) -> None:
 
 
 def is_row(value: Any) -> bool:
-    """True for one row of a dataset: a text, a dict or a `Prompt`."""
+    """True for one row of a dataset, that is, a text, a dict or a `Prompt`."""
     return isinstance(value, str | Mapping | Prompt)
 
 
@@ -124,10 +124,10 @@ def check_rows(rewards: RewardSet, trainer: L.Trainer, conversations: Conversati
 
 
 def check_images(trainer: L.Trainer) -> None:
-    """Check the images of the prompt sources that were passed to the trainer; data modules check their own images.
+    """Check the images of the prompt sources that were passed to the trainer. Data modules check their own images.
 
     Raises:
-        ValueError: If some images cannot be read; the message names all of them.
+        ValueError: If some images cannot be read. The message names all of them.
     """
     sources = prompt_sources(reading_loops(trainer))
     prompts = [prompt for source in sources for prompt in known_prompts(source.prompts)]
@@ -154,7 +154,7 @@ def evaluation_sets(trainer: L.Trainer) -> list[Any]:
 
 
 def prompt_data_module(trainer: L.Trainer) -> PromptDataModule | None:
-    """The trainer's data module if it is a `PromptDataModule`; attributes of other classes may have other meanings."""
+    """The trainer's `PromptDataModule`, or None. The attributes of other data modules can have other meanings."""
     datamodule = getattr(trainer, "datamodule", None)
     return datamodule if isinstance(datamodule, PromptDataModule) else None
 
@@ -167,7 +167,7 @@ def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -
 
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
-    """Prompt sources that were passed to these loops of the trainer; a source that several loops read occurs once."""
+    """Prompt sources that were passed to these loops of the trainer. A source that several loops read occurs once."""
     loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
@@ -199,7 +199,7 @@ def check_evaluated_once(evaluation: Any, training: Any) -> None:
 
 
 def sources_in(loaders: Any) -> list[PromptSource]:
-    """Prompt sources among one or several loaders; a DataLoader may have a prompt source as its dataset."""
+    """Prompt sources among one or several loaders, including those that are the dataset of a DataLoader."""
     loaders = CombinedLoader(loaders, "sequential").flattened
     sources = [getattr(loader, "dataset", loader) for loader in loaders]
     return [source for source in sources if isinstance(source, PromptSource)]
@@ -209,8 +209,8 @@ def check_truncation(conversations: Conversations | None, trainer: L.Trainer) ->
     """If the environment has tools, check that no prompt is truncated, and that the data module truncates none.
 
     A truncated prompt consists of token ids, to which no descriptions of tools can be added. The first observation of
-    an environment cannot be added either: `Conversations.with_observation` checks this when an environment returns an
-    observation.
+    an environment cannot be added to it either. `Conversations.with_observation` checks this when an environment
+    returns an observation.
 
     Raises:
         ValueError: If the environment has tools, and a known prompt is truncated or the data module truncates long
@@ -230,12 +230,12 @@ def check_truncation(conversations: Conversations | None, trainer: L.Trainer) ->
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
-    """Sorted names of the known data sources; the same list on every rank."""
+    """The sorted names of the known data sources. Every rank gets the same list."""
     return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})
 
 
 def training_sources(trainer: L.Trainer) -> list[str]:
-    """Names of the known training data sources; the same list on every rank."""
+    """The names of the known training data sources. Every rank gets the same list."""
     loader = trainer.train_dataloader
     return source_names(loader.prompts) if isinstance(loader, PromptSource) else []
 
@@ -251,9 +251,9 @@ def check_prompts(
 ) -> None:
     """Check that tokenizer, model and engine support the prompts in `known_data`.
 
-    To save time, only some of the prompts without images are tokenized: one text, one chat, and all prompts that may be
-    too long for the model. A text has at most as many tokens as bytes, so a short text is known to fit without being
-    tokenized.
+    To save time, the function tokenizes only some of the prompts without images, namely one text, one chat, and all
+    prompts that are possibly too long for the model. A text has at most as many tokens as bytes, so a short text is
+    known to fit without being tokenized.
 
     Args:
         loader: Loader of the policy.
@@ -296,11 +296,11 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Number of tokens of a run's longest possible sequence: the longest prompt plus the longest completion.
+    """Number of tokens of a run's longest possible sequence (longest prompt plus longest completion).
 
-    The length of the longest prompt is `data.max_prompt_length`; without this setting, the length is measured on the
-    data. Returns None if the length of the longest prompt is unknown (streams, custom loaders). Also returns None if
-    the policy's RoPE does not depend on the sequence length: the number is then not needed.
+    If `data.max_prompt_length` is set, it is the length of the longest prompt. Otherwise, this length is measured on
+    the data. The result is None if the length of the longest prompt is unknown (streams, custom loaders). The result is
+    also None if the policy's RoPE does not depend on the sequence length, because the number is then not needed.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -349,7 +349,7 @@ def num_bytes(prompt: Prompt) -> int:
 
 
 def _num_bytes(text: str) -> int:
-    """Bytes of a text in UTF-8; a lone surrogate, which UTF-8 cannot encode, counts as one byte."""
+    """Bytes of a text in UTF-8. A lone surrogate, which UTF-8 cannot encode, counts as one byte."""
     return len(text.encode(errors="replace"))
 
 

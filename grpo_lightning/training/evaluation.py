@@ -1,4 +1,4 @@
-"""Evaluation of a policy: how completions are sampled, when a completion counts as solved, and the metrics."""
+"""Evaluation of a policy: sampling settings, the criterion for solved completions, and metrics."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class FurtherMetrics(nn.ModuleList):
             metric.update(evaluation)
 
     def numbers(self) -> dict[str, float]:
-        """Results of the metrics by name, over all ranks; a result that is nan is not returned."""
+        """Results of the metrics by name, over all ranks. A result that is nan is left out."""
         numbers: dict[str, float] = {}
         for metric in self.each():
             value = metric.compute()
@@ -285,12 +285,12 @@ class EvaluationTable(Metric):
 
 
 def num_turns(completion: Completion) -> float:
-    """Turns of the policy in a conversation; nan without an environment."""
+    """The number of the policy's turns in a conversation, or nan without an environment."""
     return math.nan if completion.turns is None else sum(turn.is_sampled for turn in completion.turns)
 
 
 def failures(completion: Completion) -> float:
-    """1 if a call of the environment failed, else 0; nan without an environment."""
+    """1 if a call of the environment failed, 0 if no call failed, or nan without an environment."""
     return math.nan if completion.ending is None else float(bool(completion.ending.failure))
 
 
@@ -322,7 +322,7 @@ def evaluation_tables(
 
 
 def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
-    """Metric values by log key: `<stage>/...` for sampled completions, `<stage>/greedy/...` for greedy completions.
+    """Metric values by log key, which is `<stage>/...` for sampled and `<stage>/greedy/...` for greedy completions.
 
     Args:
         tables: Tables of each data loader. With several loaders, log keys start with `<stage>/loader_<index>/`.

@@ -1,4 +1,4 @@
-"""Failed ranks: when a rank fails, the first rank ends the other ranks, and logs which of them were killed."""
+"""If a rank fails, the first rank ends the other ranks. It logs each rank that a signal had ended before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def end_launched(trainer: L.Trainer, seconds: float) -> None:
-    """Shut down the ranks that Lightning's subprocess launcher started: wait for them, then kill those that still run.
+    """Wait for the ranks that Lightning's subprocess launcher started, and then kill those that still run.
 
     If one rank fails, the other ranks wait for this rank in a collective operation. Only SIGKILL ends a waiting rank.
 

@@ -28,7 +28,7 @@ from grpo_lightning.data.source import PromptSource
 
 
 def reading_loops(trainer: L.Trainer) -> list[Any]:
-    """The loops that read data: the training loop, then the evaluation loops."""
+    """The loops that read data. The training loop comes first, and the evaluation loops follow."""
     validation = trainer.fit_loop.epoch_loop.val_loop
     return [trainer.fit_loop, validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
@@ -71,7 +71,7 @@ def keep_order(loaders: Any, *, is_on: bool = True) -> None:
 
 
 def set_training_order(trainer: L.Trainer) -> None:
-    """With `overfit_batches`, keep the order of the data: Lightning turns off shuffling only for DataLoaders."""
+    """With `overfit_batches`, keep the data's order, because Lightning turns off shuffling only for DataLoaders."""
     keep_order(trainer.train_dataloader, is_on=bool(trainer.overfit_batches))  # type: ignore[attr-defined]
 
 
@@ -101,7 +101,7 @@ def configured_optimizers(configured: Any) -> list[Optimizer]:
 
 
 def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """The factor that gradients contain before the optimizer's step; 1, except for a fused optimizer with 16-mixed.
+    """The factor in the gradients before the optimizer's step. It is 1, except for a fused optimizer with 16-mixed.
 
     A fused optimizer unscales its gradients in its step. For any other optimizer, Lightning itself unscales the
     gradients before `on_before_optimizer_step`.
@@ -148,7 +148,7 @@ def is_lightning_handler(handler: Any) -> bool:
 
 
 def stop_as_on_sigterm(trainer: L.Trainer) -> None:
-    """Stop the run as Lightning does on SIGTERM: after the current batch."""
+    """Stop the run after the current batch, as Lightning does on SIGTERM."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -192,14 +192,14 @@ def micro_steps_done(trainer: L.Trainer) -> int:
 
 
 def num_training_steps(trainer: L.Trainer) -> float:
-    """Total number of optimizer steps of a run, including the steps before a resume; infinite if the run has no end.
+    """Number of optimizer steps of a run, including the steps before a resume. Infinity means that the run has no end.
 
     The number is -1 if only `max_epochs` ends the run, and the length of an epoch is unknown. Call this function only
     after the loaders are set up.
 
-    In a resumed run with `max_epochs`, `Trainer.estimated_stepping_batches` may be wrong: it assumes that all epochs
-    have as many steps as the epochs after the resume. Earlier epochs may have had another number of steps, because
-    batch size, number of ranks or cycle length has changed.
+    In a resumed run with `max_epochs`, `Trainer.estimated_stepping_batches` can be wrong, because it assumes that all
+    epochs have as many steps as the epochs after the resume. But earlier epochs can have had another number of steps,
+    if batch size, number of ranks or cycle length has changed.
     """
     steps: float = trainer.estimated_stepping_batches
     if not trainer.global_step or trainer.max_epochs in (None, -1) or math.isinf(trainer.num_training_batches):
@@ -242,10 +242,10 @@ def run_length(trainer: L.Trainer, epoch: float) -> RunLength:
 def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
-    There are two kinds of such positions: after a micro-step inside an epoch, and before the first micro-step of an
-    epoch. Lightning itself writes counters that depend on the hook in which the checkpoint is saved. If a checkpoint is
-    saved at the end of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), then `max_steps`
-    and Lightning's version determine whether the epoch counts as done.
+    This position is either after a micro-step inside an epoch, or before the first micro-step of an epoch. Lightning
+    itself writes counters that depend on the hook in which the checkpoint is saved. If a checkpoint is saved at the end
+    of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), then `max_steps` and Lightning's
+    version determine whether the epoch counts as done.
 
     Args:
         loops: State dict of the fit loop in a checkpoint, changed in place.
@@ -274,10 +274,10 @@ def restore_position(trainer: L.Trainer) -> None:
 
     If the checkpoint was saved at the end of an epoch, the run begins with the next epoch.
 
-    Lightning itself does not restore the position in two cases: if the checkpoint was saved between two epochs, and if
-    `configure_optimizers` reads the number of steps. In the second case, Lightning sets up the loader before it loads
-    the state of the loops from the checkpoint. Without this function, the loader would silently start again at its
-    first epoch.
+    Lightning itself does not restore the position in two cases. In the first case, the checkpoint was saved between two
+    epochs. In the second case, `configure_optimizers` reads the number of steps, so Lightning sets up the loader before
+    it loads the state of the loops from the checkpoint. Without this function, the loader would silently start again at
+    its first epoch.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:

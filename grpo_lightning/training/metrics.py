@@ -73,7 +73,7 @@ class StepMetrics:
         self.tallies: dict[str, Tally] = {}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
-        """Add to a mean: `total` is a sum over `count` items."""
+        """Add `count` items with the sum `total` to a mean."""
         tally = self.tallies.setdefault(name, Tally("mean", 0.0))
         tally.total, tally.count = tally.total + total, tally.count + count
 
@@ -82,11 +82,11 @@ class StepMetrics:
         self._add("sum", name, value)
 
     def add_seconds(self, name: str, value: float) -> None:
-        """Add to a time in seconds. Times are summed over the step; the sum of the slowest rank is logged."""
+        """Add to a time in seconds. Each rank sums its times over the step, and the largest sum is logged."""
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
-        """Add to a rate: the total of all ranks divided by the seconds in the metric `per`."""
+        """Add to a rate, which is the total of all ranks divided by the seconds in the metric `per`."""
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
@@ -185,10 +185,10 @@ def add_rollout(
     rank. `rollout/length_stopped` is the mean length of the completions that were not truncated. `rollout/length` also
     includes truncated completions, which would have become longer without the limits on tokens and turns.
 
-    With asynchronous rollouts, `rollout/staleness` is also added: the number of rollouts that were trained on between
-    the sampling of a group and the training on this group, averaged over groups. `time/rollout` is then only the time
-    for which training waits for completions. For `rollout/tokens_per_second`, the number of sampled tokens is therefore
-    divided by `time/sampling`, most of which passes in the background.
+    With asynchronous rollouts, `rollout/staleness` is also added. It is the number of rollouts that were trained on
+    between the sampling of a group and the training on this group, averaged over groups. `time/rollout` is then only
+    the time for which training waits for completions. For `rollout/tokens_per_second`, the number of sampled tokens is
+    therefore divided by `time/sampling`, most of which passes in the background.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -206,13 +206,13 @@ def add_rollout(
 
 
 def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
-    """Add the metrics of conversations: turns, observations, and what the environments reported.
+    """Add metrics of turns, observations and failures in conversations, and metrics that the environments reported.
 
     `rollout/turns` is the mean number of the policy's turns per conversation. `rollout/observation_tokens` is the mean
     number of observation tokens per conversation. `rollout/sampled_fraction` is the share of sampled tokens among all
-    tokens of the completions; only sampled tokens are trained on. `environment/reward` is the sum of an environment's
-    rewards in a conversation, averaged over the conversations in which the environment gave a reward.
-    `environment/<name>` is a number that the environment reports with its steps: a sum over the steps of a
+    tokens of the completions. Only sampled tokens are trained on. `environment/reward` is the sum of an environment's
+    rewards in a conversation, averaged over the conversations in which the environment gave a reward. An environment
+    can report a number `<name>` with its steps. `environment/<name>` is the sum of this number over the steps of a
     conversation, averaged over all conversations. `environment/failures/<kind>` is the number of conversations in which
     a call of the environment failed.
     """
@@ -268,9 +268,11 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 
 
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
-    """Add rewards' metrics: means, stds within groups, share of zero-variance groups, failures, and reported numbers.
+    """Add the metrics of the rewards.
 
-    The reported numbers are those that the rewards themselves log with `log_metric` (`Scores.metrics`).
+    These are the means of the rewards, their standard deviations within groups, the number of their failures, and the
+    numbers that the rewards themselves log with `log_metric` (`Scores.metrics`). Further metrics are the shares of
+    zero-variance groups and of completions that are not scorable.
     """
     total = scores.total
     scorable = ~total.isnan()
@@ -289,7 +291,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of unbiased standard deviations: one for each row of [N, G] with at least two values."""
+    """Sum and number of the unbiased standard deviations of all rows of [N, G] that have at least two values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -501,7 +503,7 @@ class UpdateLog(L.Callback):
     """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
     `policy/lr` is the learning rate of the first parameter group during the step. `time/update` is the time in seconds
-    of the forward passes, the backward passes and the optimizer: each rank sums this time over the step, and the
+    of the forward passes, the backward passes and the optimizer. Each rank sums this time over the step, and the
     largest of these sums is logged. `policy/grad_norm` is the norm of the gradient of the entire step over all ranks,
     before clipping.
     """
@@ -546,10 +548,10 @@ class UpdateLog(L.Callback):
 
 
 class PeakMemory(L.Callback):
-    """Logs `memory/<phase>_gib` on CUDA devices, once per optimizer step: the peak of allocated memory in each phase.
+    """Logs each phase's peak of allocated memory on CUDA devices as `memory/<phase>_gib`, once per optimizer step.
 
     The value is the maximum of torch.cuda.max_memory_allocated over all ranks, in GiB. The phases are those that the
-    hook `on_phase` announces; the phase "update" ends after the optimizer step. The callback resets PyTorch's peak
+    hook `on_phase` announces. The phase "update" ends after the optimizer step. The callback resets PyTorch's peak
     statistics at the start of each phase.
     """
 

@@ -1,9 +1,9 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
-A rollout of N groups becomes `updates x accumulate` micro-batches: `updates` optimizer steps of `accumulate`
-micro-batches each. The order of the data decides to which update a completion belongs. The distribution of an update's
-completions over its micro-batches affects only memory and padding, not the gradient: the loss is divided by the number
-of tokens or completions of the entire update.
+A rollout of N groups is split into `updates` optimizer steps, and each step is split into `accumulate` micro-batches.
+The order of the data decides to which update a completion belongs. The distribution of an update's completions over its
+micro-batches affects only memory and padding, not the gradient, because the loss is divided by the number of tokens or
+completions of the entire update.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CompletionRow:
 
 @dataclass
 class MicroStep:
-    """One micro-step of a cycle: training on one micro-batch."""
+    """One micro-step of a cycle, that is, the training on one micro-batch."""
 
     batch: MicroBatch
     counts: StepCounts
@@ -202,8 +202,8 @@ class CycleShape:
 class Cycle:
     """The micro-batches of one rollout, and the number of micro-steps done so far.
 
-    A cycle is the training on one rollout: `num_iterations` epochs over its micro-batches. An epoch consists of
-    optimizer steps (updates) of `accumulate` micro-batches each.
+    A cycle is the training on one rollout. It consists of `num_iterations` epochs over the rollout's micro-batches. An
+    epoch consists of optimizer steps (updates) of `accumulate` micro-batches each.
 
     Args:
         micro_batches: The micro-batches of all updates of one epoch, in training order.
@@ -250,10 +250,10 @@ class Cycle:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to resume inside the cycle: ids, masks, log-probs and advantages.
+        """Return the data for resuming inside the cycle, for example ids, masks, log-probs and advantages.
 
-        Images of the prompts are not included: a resumed run reads them again. Images that environments have shown to
-        the policy are included, encoded as `data:` URLs.
+        Images of the prompts are not included, because a resumed run reads them again. Images that environments have
+        shown to the policy are included, encoded as `data:` URLs.
         """
 
         def save(batch: MicroBatch) -> dict[str, Any]:
@@ -282,9 +282,9 @@ class Cycle:
 class Share:
     """This rank's part of the rollout of all ranks.
 
-    A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin: the first
-    group of each team, then the second group of each team, and so on. In a round of dynamic sampling, teams may have
-    unequal numbers of groups.
+    A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin. The first
+    group of each team comes first, then the second group of each team, and so on. In a round of dynamic sampling, teams
+    can have unequal numbers of groups.
     """
 
     counts: Sequence[int]
@@ -444,7 +444,7 @@ def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[s
 
 
 def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iterator[PromptVision]:
-    """Vision inputs of prompt and completion together, for completions with images; empty inputs for all others."""
+    """Yield the vision inputs of prompt and completion together. They are empty for completions without images."""
     prompt_ids = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     images = batch.images or [()] * len(batch.completion_ids)
     rows = zip(batch.prompt_index.tolist(), batch.completion_ids, batch.attention_mask, images, strict=True)
@@ -536,9 +536,9 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions rather than groups are divided among the
-    updates. The index of a group or completion in the rollout of all ranks determines its update. So every number of
-    ranks gives the same updates.
+    If all ranks together have fewer groups than updates, the function divides single completions among the updates
+    instead of groups. The index of a group or completion in the rollout of all ranks determines its update. So every
+    number of ranks gives the same updates.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
@@ -566,10 +566,11 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     The function puts the completions into three orders, cuts each order into parts of balanced size in two ways, and
     returns the best of these splits. The orders are:
 
-    - whole groups: the policy processes each prompt once. This order is used only if there are at least as many groups
-      as micro-batches.
-    - completions in the order of their groups: at most one prompt per cut is processed twice.
-    - completions in the order of their lengths: less padding, but many prompts are processed several times.
+    - The first order contains whole groups, so the policy processes each prompt once. This order is used only if there
+      are at least as many groups as micro-batches.
+    - The second order contains the completions group by group, so at most one prompt per cut is processed twice.
+    - The third order sorts the completions by length. There is less padding, but many prompts are processed several
+      times.
 
     The two ways measure the size of a part differently. In the first way, the size is the number of tokens without
     padding, because the scorer's chunks (`AutoChunks`) contain little padding. In the second way, the size is the
@@ -585,8 +586,8 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
         rows: The completions of an update.
         parts: Number of micro-batches. This number affects only memory and time, not the gradient.
         cost: Computes the cost of a micro-batch (`Scorer.cost`). Splits are compared by this cost. None uses
-            `padded_cost`. Different ranks may choose different splits: every rank has `parts` micro-batches, and
-            micro-batches of the same index have similar costs.
+            `padded_cost`. Different ranks are allowed to choose different splits, because every rank has `parts`
+            micro-batches, and micro-batches of the same index have similar costs.
     """
     if parts == 1:
         return [rows]
@@ -659,7 +660,7 @@ def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], i
 
 
 def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
-    """Collate completions into a padded micro-batch; each prompt is stored once."""
+    """Collate completions into a padded micro-batch, which contains each prompt only once."""
     prompts = {row.group: row.prompt_ids for row in rows}
     prompt_ids, prompt_mask = left_pad(list(prompts.values()), pad_id)
     position = {group: i for i, group in enumerate(prompts)}

@@ -28,8 +28,8 @@ def offloaded(
     Args:
         names: Tensors to offload: "reference", "optimizer".
         policy: The policy. Its weights stay on their device, including weights that the policy and the reference share.
-        reference: The reference; must be a `FrozenCopy` if `names` contains "reference".
-        optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded; the list may be empty.
+        reference: The reference. It must be a `FrozenCopy` if `names` contains "reference".
+        optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded. The list can be empty.
     """
     with contextlib.ExitStack() as stack:
         if "reference" in names:

@@ -41,7 +41,7 @@ UNKNOWN_COMPLETIONS = (
 
 @dataclass
 class SavedRow(CompletionRow):
-    """A completion of a saved micro-batch; `group` and `number` are indices over all ranks, starting at 0."""
+    """A completion of a saved micro-batch. `group` and `number` are indices over all ranks, starting at 0."""
 
     prompt_key: int | str = ""
     """`Prompt.key` of the completion's prompt; empty for a text-only policy."""
@@ -138,7 +138,7 @@ def saved_accumulate(cycle: Mapping[str, Any]) -> int:
 
 
 def saved_rows(batch: MicroBatch, share: Mapping[str, int]) -> Iterator[SavedRow]:
-    """Yield the completions of a saved micro-batch, with indices over all ranks; none for a dummy micro-batch."""
+    """Yield the completions of a saved micro-batch, with indices over all ranks. A dummy micro-batch yields none."""
     if len(batch.groups) != len(batch.prompt_ids) or len(batch.numbers) != len(batch.completion_ids):
         raise ValueError(UNKNOWN_COMPLETIONS)
     prompts = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]

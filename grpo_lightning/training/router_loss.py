@@ -4,7 +4,7 @@
 
 f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean router probability of expert e
 (`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, in all micro-batches,
-chunks and ranks; a prompt counts once per completion.
+chunks and ranks. A prompt counts once for each of its completions.
 
 The loss is linear in P, so each micro-batch adds a share of the loss, computed with f and with the router probabilities
 of its own tokens. Even the first share needs the f of the entire step. Therefore, before the step, the policy processes
@@ -66,7 +66,7 @@ class RouterLoss:
         """Compute a micro-batch's share of the weighted loss.
 
         The loss is the sum of the shares of all micro-batches and ranks. The call for the first micro-batch of a step
-        is collective: all ranks make it.
+        is collective, so all ranks must make it.
 
         Args:
             load: Router load of the micro-batch, with gradients (`TokenLogprobs.load`).
@@ -100,7 +100,7 @@ class RouterLoss:
 
 
 def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:
-    """Weight of the load-balancing loss: as requested, else `router_aux_loss_coef` of the policy's config, else 0.
+    """Weight of the load-balancing loss. The default is `router_aux_loss_coef` of the policy's config, or 0 without it.
 
     Args:
         requested: `objective.router_aux_loss_coef`; None uses the coefficient of the config.

@@ -167,8 +167,9 @@ class RunState:
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         """The state at the end of the latest optimizer step.
 
-        With several ranks, the checkpoint contains neither the cycle nor the reference: `write_rank_files` saves them
-        in files next to the checkpoint. Each rank saves its own part of the cycle, and rank 0 saves the reference.
+        With several ranks, the checkpoint contains neither the cycle nor the reference, because `write_rank_files`
+        saves them in files next to the checkpoint. Each rank saves its own part of the cycle, and rank 0 saves the
+        reference.
         """
         is_alone, end = ranks.world_size() == 1, self.last_step_end(trainer)
         weights = self.reference.moved_weights() if is_alone and self.reference is not None else None
@@ -192,7 +193,7 @@ class RunState:
 
         Args:
             state: The result of `state_dict`, read from the checkpoint.
-            checkpoint: Path of the checkpoint; the rank files are next to it.
+            checkpoint: Path of the checkpoint. The rank files are next to it.
             shape: Number of updates and micro-batches of a cycle in this run; None for evaluation, which needs neither
                 the pending cycle nor the reference.
             pad_id: Token id that fills up sequences; used only if a pending cycle has to be redistributed.
@@ -247,7 +248,7 @@ class RunState:
         )
 
     def _restore_reference(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Restore the reference if it was updated; else check that this run has the reference of the saved run."""
+        """Restore the reference if it was updated. Otherwise, check that this run has the saved run's reference."""
         if not state.get("has_moved"):
             if self.reference is not None:
                 self.reference.check_initial(state.get("reference_fingerprint", {}))  # {} without a reference
@@ -273,6 +274,6 @@ class RunState:
 
 
 def is_between_steps(trainer: L.Trainer) -> bool:
-    """True between two optimizer steps: no accumulation window is open."""
+    """True between two optimizer steps, that is, if no accumulation window is open."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.ready == batches.processed and batches.ready % trainer.accumulate_grad_batches == 0)

@@ -78,13 +78,13 @@ class GracefulStop(L.Callback):
     """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the current optimizer step.
 
     At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
-    run neither validates nor ends the epoch: if it ended the epoch, a resumed run would skip the rest of the epoch's
-    data. The first signal restores the previous signal handlers, which then handle a second signal.
+    run does not validate. It does not end the epoch either, because a resumed run would then skip the rest of the
+    epoch's data. The first signal restores the previous signal handlers, which then handle a second signal.
 
     If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
     one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
-    checkpoint after an error: saving is collective, and the other ranks may not have the error. No run saves a
-    checkpoint after an error in validation.
+    checkpoint after an error, because saving is collective, and the other ranks possibly do not have the error. No run
+    saves a checkpoint after an error in validation.
 
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.
@@ -173,7 +173,7 @@ class GracefulStop(L.Callback):
         return trainer.world_size == 1 and is_before_update and trainer.global_step > self.first_step
 
     def save_after_error(self, trainer: L.Trainer) -> None:
-        """Save a checkpoint, and log how to resume. A failure to save is only logged: the first error is raised."""
+        """Save a checkpoint, and log how to resume. A failed save is only logged, so that the first error is raised."""
         try:
             checkpoint = self.save(trainer)
         except Exception as error:  # noqa: BLE001 - for example a full disk, or a GPU that the first error has broken

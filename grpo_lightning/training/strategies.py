@@ -46,18 +46,18 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
-        config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that is made
-            from the other arguments; at stage 3, the `stage3_*` arguments still fill keys that this configuration
-            lacks. In a configuration for transformers' Trainer, each "auto" is replaced by a setting of this run: the
-            setting of the Lightning trainer, or the strategy argument of the same name.
-        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0:
-            sampling, scoring and training call the modules in different orders, which makes prefetching useless.
+        config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that the other
+            arguments define. But at stage 3, the `stage3_*` arguments still fill keys that this configuration lacks. In
+            a configuration for transformers' Trainer, each "auto" is replaced by a setting of this run, which is either
+            a setting of the Lightning trainer or the strategy argument of the same name.
+        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0.
+            Sampling, scoring and training call the modules in different orders, so prefetching is useless.
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this number stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
         exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run gets the frozen weights when
             it loads the policy.
-        logging_batch_size_per_gpu: Batch size for DeepSpeed's throughput logging; not used for anything else.
+        logging_batch_size_per_gpu: Batch size for DeepSpeed's throughput logging. It is not used for anything else.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
 
@@ -200,8 +200,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
         A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
         master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a run with a
-        different number of ranks resumes, DeepSpeed has to load a universal checkpoint: a folder into which DeepSpeed's
-        own tool has merged the shards (`checkpoint_files.universal_command`).
+        different number of ranks resumes, DeepSpeed has to load a universal checkpoint. This is a folder into which
+        DeepSpeed's own tool has merged the shards (`checkpoint_files.universal_command`).
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -270,8 +270,8 @@ def set_no_leaf_modules(config: dict[str, Any]) -> None:
     By default, DeepSpeed treats the blocks of experts of Mixtral and Qwen MoE as leaf modules, and reduces all
     gradients of such a block at the end of the block's backward pass. In this package, a block runs several times per
     micro-batch, for the prompts and for every chunk. The gradients of a leaf module would then be reduced several
-    times, which DeepSpeed refuses. Nothing is lost without leaf modules: leaf modules are meant for experts that are
-    separate modules, but in transformers the experts of a block are one tensor.
+    times, which DeepSpeed refuses. Nothing is lost without leaf modules, because they are meant for experts that are
+    separate modules. In transformers, the experts of a block are one tensor instead.
 
     Args:
         config: DeepSpeed's configuration, changed in place.
@@ -329,7 +329,7 @@ def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """FSDP2: shards weights, gradients and optimizer states over all devices, and gathers weights layer by layer.
+    """Shards weights, gradients and optimizer states over all devices (FSDP2), and gathers weights layer by layer.
 
     Args:
         data_parallel_size: Number of devices over which weights are sharded; "auto" is all of them.
@@ -359,7 +359,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def shard_options(self) -> dict[str, Any]:
-        """Arguments of `fully_shard`: under bf16-mixed, layers are gathered in bf16 and gradients summed in float32."""
+        """Arguments of `fully_shard`. bf16-mixed gathers layers in bf16, and sums gradients in float32."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         options: dict[str, Any] = {}

@@ -21,7 +21,7 @@ class MicroBatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch arithmetic of a cycle: one rollout and the optimizer steps that train on it.
+    """Batch arithmetic of a cycle, which is one rollout and the optimizer steps that train on it.
 
     Args:
         batch_size: Prompts per rank and rollout. If ranks share groups, this is the number per team of
@@ -32,8 +32,8 @@ class BatchPlan:
         num_iterations: Epochs over each rollout.
         world_size: Number of ranks.
         ranks_per_group: Number of ranks that share the completions of a prompt.
-        num_prompts: Number of prompts in the training data; None if unknown. A rollout has at most this number of
-            prompts.
+        num_prompts: Number of prompts in the training data, or None if it is unknown. A rollout has at most this number
+            of prompts.
     """
 
     batch_size: int
@@ -47,12 +47,15 @@ class BatchPlan:
 
     @property
     def num_teams(self) -> int:
-        """Number of teams: sets of ranks that share groups, or single ranks. Different teams get different prompts."""
+        """Number of teams. A team is a set of ranks that share groups, or a single rank.
+
+        Different teams get different prompts.
+        """
         return self.world_size // self.ranks_per_group
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts per rollout over all ranks. The last rollout of an epoch may be smaller."""
+        """Prompts per rollout over all ranks. The last rollout of an epoch can be smaller."""
         full = self.batch_size * self.num_teams
         return full if self.num_prompts is None else min(full, self.num_prompts)
 
@@ -63,7 +66,7 @@ class BatchPlan:
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions that a rank samples and trains on per rollout; if ranks differ, the largest number."""
+        """Completions that a rank samples and trains on per rollout. If ranks differ, it is the largest number."""
         return self.prompts_per_team[0] * -(-self.num_generations // self.ranks_per_group)
 
     @property
@@ -73,7 +76,7 @@ class BatchPlan:
 
     @property
     def completions_per_update(self) -> float:
-        """Completions per optimizer step, over all ranks; the mean if the steps differ in this number."""
+        """Completions per optimizer step, over all ranks. If the steps differ in this number, it is the mean."""
         return self.completions_per_rollout / self.updates_per_rollout
 
     @property
@@ -94,8 +97,8 @@ class BatchPlan:
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
         """Shapes of the micro-batches into which a rank's rollout is split, most expensive first.
 
-        The worst case is assumed: every prompt has `prompt_length` tokens, every completion has `completion_length`
-        tokens, and the rank is the one with the most completions in one optimizer step. Micro-batches without
+        In the worst case, which is assumed here, every prompt has `prompt_length` tokens, every completion has
+        `completion_length` tokens, and no other rank has more completions in one optimizer step. Micro-batches without
         completions are left out.
 
         Args:
@@ -197,7 +200,7 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 # ------------------------------------------------------------------------------------------- scripts of other trainers
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
-"""For each trainer, the first version that may train on the completions of one group in different micro-steps of an
+"""For each trainer, the first version that can train on the completions of one group in different micro-steps of an
 update. VLM-R1 always trains on the completions of a group in the same micro-step."""
 
 
@@ -211,11 +214,11 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - W: ranks
     - G: completions per prompt
     - A: micro-steps per update (1 in ms-swift before 3.4 if vLLM sleeps)
-    - S: micro-steps per generation: the script samples the completions of S micro-steps together, then trains on them.
+    - S: micro-steps per generation. The script samples the completions of S micro-steps together, then trains on them.
       If S is below A, the script samples several times per update, with the same weights. In this package, the
-      completions of an update then form one rollout: A replaces S.
+      completions of an update then form one rollout, so A replaces S.
     - P: prompts of a rollout
-    - T: number of teams; a team is a set of ranks that share a group
+    - T: number of teams. A team is a set of ranks that share a group.
 
     If W does not divide the number of prompts of an update, ranks share groups, so that every rank trains in every
     update. Each rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G,
@@ -223,7 +226,8 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     well, no rank shares groups, and `batch_size` is P / W, rounded to the nearest integer, but at least 1.
 
     Args:
-        script: The result of `command.parse_script`: the script's batch flags, and its `trainer` and `version`.
+        script: The result of `command.parse_script`. It has the script's batch flags, and the script's `trainer` and
+            `version`.
 
     Raises:
         ValueError: If the script's batch flags are not valid for its `trainer` and `version`.
@@ -259,13 +263,13 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
 
 
 def spreads_groups(script: Namespace) -> bool:
-    """Whether the completions of a group may be in different micro-steps of an update."""
+    """True if the completions of a group can be in different micro-steps of an update."""
     first = FIRST_WITH_ACCUMULATION.get(script.trainer)
     return first is not None and (script.version is None or script.version >= first)
 
 
 def micro_steps_per_generation(script: Namespace) -> int:
-    """Return S of `translate`: the number of micro-steps whose completions the script samples together.
+    """Return S of `translate`. The script samples the completions of S micro-steps together.
 
     Raises:
         ValueError: If the script's batch flags are not valid for its `trainer` and `version`.

@@ -65,7 +65,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 
 def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[GRPOLightningModule] | None) -> None:
-    """Print the plan of a `fit` command line. For the arguments, see `set_up_run`; for the errors, see `run`."""
+    """Print the plan of a `fit` command line. `set_up_run` documents the arguments, and `run` documents the errors."""
     from rich.console import Console
 
     from grpo_lightning.cli.plan.report import print_lines
@@ -90,7 +90,7 @@ def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[
 
 
 class PlannedRun(NamedTuple):
-    """The parts of a run that are known before its policy is built: module, data, ranks and batches."""
+    """Module, data, ranks and batches of a run. They are known before the policy of the run is built."""
 
     config: Namespace
     module: GRPOLightningModule
@@ -211,7 +211,7 @@ def print_device_memory(console: Console, planned: PlannedRun, model: Any, given
             there is one.
 
     Returns:
-        An error message if the run does not fit. None if the run may fit, or if no capacity is known.
+        An error message if the run does not fit. None if the run can fit, or if no capacity is known.
     """
     from grpo_lightning.cli.plan import memory, report, vllm
     from grpo_lightning.cli.plan.model import sizes_of
@@ -365,7 +365,9 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
-    """Compute the number of ranks: `devices` (per node) x `nodes`. For None, the trainer's config is used.
+    """Compute the number of ranks, which is `devices` (per node) x `nodes`.
+
+    If `devices` or `nodes` is None, the number in the trainer's config is used instead.
 
     `has_server` is true if a vLLM server runs on this machine. The server needs devices that have no rank.
 
@@ -502,8 +504,12 @@ def longest_prompt(
 ) -> PromptLength:
     """Find the number of tokens of the longest training prompt.
 
-    The number is the first of these that is known: `given`; the number that is measured on the prompts;
-    `max_prompt_length`; an assumed number.
+    The number is the first of these numbers that is known:
+
+    - `given`
+    - the number that is measured on the prompts
+    - `max_prompt_length`
+    - an assumed number
     """
     if given is not None:
         return PromptLength(given, "set by --prompt_tokens")
@@ -588,7 +594,7 @@ def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_
 
 
 def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) -> RunPlan:
-    """The run's length under the trainer's limits; `max_time` is ignored."""
+    """The run's length under the trainer's limits. The limit `max_time` is ignored."""
     from grpo_lightning.cli.plan.batches import plan_run
 
     if trainer.fast_dev_run:  # Lightning sets these limits; the run rounds them up to a full cycle
@@ -657,7 +663,7 @@ def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple
 
 
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
-    """The largest numbers of rows and prompts in memory during sampling; all are 0 for an external engine.
+    """The largest numbers of rows and prompts in memory during sampling. For an external engine, all numbers are 0.
 
     A row is one completion that is being decoded. `max_rows` limits the number of rows. If completions share the keys
     and values of their prompt, all G completions of the newest prompt are rows, and every other prompt that is still in

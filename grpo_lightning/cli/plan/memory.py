@@ -126,7 +126,10 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
 
 @dataclass(frozen=True)
 class Division:
-    """Over how many ranks a strategy shards each state (1: not sharded), and what it offloads to the CPU."""
+    """Number of ranks over which a strategy shards each state, and the states that it offloads to the CPU.
+
+    The number is 1 for a state that is not sharded.
+    """
 
     weights: int = 1
     gradients: int = 1
@@ -230,13 +233,13 @@ def optimizer_bytes(
 ) -> tuple[float, list[str]]:
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
-    AdamW keeps two numbers of the weight's width: 8 bytes for a 32-bit weight. For optimizers that factorize matrices,
-    the result is too high: such optimizers need fewer bytes per weight for larger matrices, and a model's matrices are
-    larger than the small tensor.
+    AdamW keeps two numbers per weight. Both are as wide as the weight, so a 32-bit weight needs 8 bytes. For optimizers
+    that factorize matrices, the result is too high, because these optimizers need fewer bytes per weight for larger
+    matrices, and a model's matrices are larger than the small tensor.
 
     Args:
         factory: Function that makes the optimizer.
-        settings: `model.optimizer` of the config, which names the optimizer's class.
+        settings: The setting `model.optimizer` of the config. It names the optimizer's class.
         width: Bytes of a weight in the precision in which the optimizer updates it.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
@@ -260,7 +263,7 @@ def optimizer_bytes(
 
 
 class Pass(NamedTuple):
-    """One forward pass: each row of tokens attends to a context that includes the tokens of the row itself."""
+    """One forward pass. The context to which a row of tokens attends includes the tokens of the row itself."""
 
     rows: int
     tokens: int
@@ -293,9 +296,9 @@ class ScoredBatch:
 
     @property
     def passes(self) -> list[Pass]:
-        """The forward passes: one for all prompts, then one per chunk.
+        """The forward passes, first one for all prompts, then one per chunk.
 
-        On the dense path, there is no pass for the prompts: each row of a chunk includes its prompt.
+        On the dense path, there is no pass for the prompts, because each row of a chunk includes its prompt.
         """
         total = self.prompt_length + self.completion_length
         if self.path == "dense":
@@ -306,7 +309,7 @@ class ScoredBatch:
 
 
 class SamplingSize(NamedTuple):
-    """The largest numbers of completions and prompts during sampling; 0 with an external engine."""
+    """The largest numbers of completions and prompts during sampling. All are 0 with an external engine."""
 
     rows: int = 0
     """Number of completions that are decoded at the same time."""
@@ -360,7 +363,7 @@ class MemorySettings:
 
 
 def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """All nonempty parts of the policy; for reward models see `reward_parts`."""
+    """All nonempty parts of the policy's memory. `reward_parts` returns the parts of reward models."""
     parts = [*state_parts(model, settings), *sampling_parts(model, settings), *update_parts(model, settings)]
     parts += adapter_parts(model, settings)
     return [part for part in parts if part.num_bytes]
@@ -370,7 +373,7 @@ def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Persistent states: weights, reference, gradients, optimizer. A part may have 0 bytes.
+    """Persistent states, that is, weights, reference, gradients and optimizer states. A part can have 0 bytes.
 
     In float32 with AdamW, a trained weight needs 4 bytes for the weight, 4 for its gradient (8 with DDP), 8 for
     optimizer states and 4 for the reference. In 16 bits under DeepSpeed, a trained weight needs 2 bytes for the weight,
@@ -450,12 +453,15 @@ def share(num_bytes: float, ranks: int = 1) -> int:
 
 
 def format_ranks(ranks: int) -> str:
-    """Format the number of ranks among which memory is divided; empty for one rank."""
+    """Format the number of ranks among which memory is divided. For one rank, the text is empty."""
     return f", over {ranks} ranks" if ranks > 1 else ""
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """If `model.offload` names a part, split it: on the device during training, on the CPU during sampling."""
+    """If `model.offload` names a part, split it into a part for training and a part for sampling.
+
+    The part for training is on the device, and the part for sampling is on the CPU.
+    """
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -464,7 +470,11 @@ def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
 
 
 def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Gathered copies of sharded weights: the weights of the running layers, or all weights during sampling."""
+    """Gathered copies of sharded weights.
+
+    During an update, these are the weights of the running layers. During sampling, they are all weights if
+    `gathers_for_sampling` is true, and the weights of the running layers if not.
+    """
     division, width = settings.division, settings.widths.compute
     if not division.gathers_layers:
         return []
@@ -551,7 +561,7 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Autocast's 16-bit copies of 32-bit matrices. FSDP2 gathers weights in 16 bits and needs no copies.
 
-    Autocast caches the copies of trained matrices and reuses them. It does not cache copies of frozen matrices: each
+    Autocast caches the copies of trained matrices and reuses them. It does not cache copies of frozen matrices, so each
     forward pass makes new copies, and keeps them for its backward pass.
     """
     if not settings.widths.is_mixed or settings.division.gathers_layers:
@@ -634,13 +644,13 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     its context. The table has bytes per token of the pass, unless a row names another unit:
 
         2 norms       their input in 32 bits and their result     2 h (4 + r)
-                      inputs of the matrix products after them    2 c h; autocast: 5 c h, or 4 c h without a gate
+                      inputs of the matrix products after them    2 c h (autocast: 5 c h with a gate, 4 c h without)
         attention     queries and output                          2 c a d
                       keys and values                             2 c a d per token of the context
                       sum of the softmax                          4 a
                       mask                                        c per pair
                       scores, only in eager attention             (4 + c) a per pair
-        feed-forward  gate, up, activated gate and product        4 c i; without a gate 2 c i
+        feed-forward  gate, up, activated gate and product        4 c i with a gate, 2 c i without
 
     For Llama and Qwen2, the count is within 2 % of the measured bytes. For a prompt pass without a mask, the count is
     up to 4 % too high, because such a pass keeps keys and values once per key head, not once per query head. Models
@@ -665,13 +675,13 @@ def activation_bytes(
     `policy.activation_checkpointing`:
 
         none      all layers of all forward passes
-        layers    the input of each layer; the layers are recomputed one at a time
-        chunks    all layers of the prompts' forward pass and of the largest chunk; chunks are recomputed one at a time
+        layers    the input of each layer (layers are recomputed one at a time)
+        chunks    all layers of the prompts' forward pass and of the largest chunk (chunks are recomputed one at a time)
 
     In each case, the prompts' keys and values, the input and output of the last norm, and the head's input are kept
     too. Images count as tokens of the decoder. The activations of a trained vision tower and of adapters are not
-    counted here; `adapter_parts` counts those of DoRA. In a 16-bit model with 32-bit adapters, the true number of bytes
-    can be up to 1.5 times the count.
+    counted here. Those of DoRA are counted by `adapter_parts`. In a 16-bit model with 32-bit adapters, the true number
+    of bytes can be up to 1.5 times the count.
     """
     passes = batch.passes
     if mode == "chunks":
@@ -697,8 +707,8 @@ def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "n
 
     T is the completion length, V the vocabulary size, and S the `head_chunk_size`. A chunk holds the completions of one
     forward pass (`policy.chunk_size`). C is the number of completions in the largest chunk. R is C if chunks are
-    recomputed, otherwise the number of all completions. If a chunk has more than S tokens, the logits are sliced: the
-    head computes the logits of S tokens at a time, and computes them again in the backward pass.
+    recomputed, otherwise the number of all completions. If a chunk has more than S tokens, the logits are sliced. The
+    head then computes the logits of S tokens at a time, and computes them again in the backward pass.
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None

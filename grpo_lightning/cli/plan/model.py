@@ -106,8 +106,8 @@ def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     """Compute the sizes of a transformers language or vision-language model under the policy's settings.
 
     Args:
-        model: The policy, on any device. It is changed in place: parameters are frozen as in the run, and the initial
-            adapter (`lora.adapter`) is inserted if there is one.
+        model: The policy, on any device. The function changes the policy in place. It freezes the parameters that the
+            run freezes, and inserts the initial adapter (`lora.adapter`) if there is one.
         settings: The policy's settings. Only the settings of freezing, LoRA and quantization are used.
 
     Raises:
@@ -187,7 +187,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products: all matrices except embeddings. Embeddings tied to the head are included."""
+    """Weights used in matrix products. They are all matrices except embeddings that are not tied to the head."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -195,7 +195,7 @@ def matrices(model: Any) -> list[nn.Parameter]:
 
 
 def linear_weights(model: Any) -> list[torch.Tensor]:
-    """Weights that are quantized: those of all linear layers except the head."""
+    """Weights that are quantized, that is, the weights of all linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -203,7 +203,10 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
 
 
 def intermediate_size(config: Any) -> int:
-    """Width of the feed-forward block; with experts, the sum over routed and shared experts that process one token."""
+    """Width of the feed-forward block.
+
+    With experts, it is the sum of the widths of the experts that process one token, including shared experts.
+    """
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
@@ -334,7 +337,7 @@ def _published_models() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """The config of a published model by its hub name; None if its sizes are unknown."""
+    """The config of a published model by its hub name, or None if the model's sizes are unknown."""
     from transformers import AutoConfig
 
     return next(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 TIGHT = 0.9
-"""Fraction of a device's memory. If a run needs a fraction from `TIGHT` to 1, the run may or may not fit: this depends
-on fragmentation and on the CUDA context."""
+"""Fraction of a device's memory. If a run needs a fraction from `TIGHT` to 1, it depends on fragmentation and
+on the CUDA context whether the run fits."""
 
 
 def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """Format a number with its noun: `1 prompt`, `1,600 prompts`."""
+    """Format a number with its noun, for example `1 prompt` or `1,600 prompts`."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
@@ -80,7 +80,7 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
 def length_lines(
     config: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int | None, why_unknown: str
 ) -> list[str]:
-    """Format the number of steps per epoch and of the whole run; with dynamic sampling, the maximum of each."""
+    """Format the numbers of steps per epoch and of the whole run. With dynamic sampling, both numbers are maximums."""
     settings = config.model.dynamic_sampling
     most = "" if settings is None else "up to "
     if num_prompts is None or length.steps_per_epoch is None:
@@ -181,11 +181,11 @@ def print_memory(
 ) -> str | None:
     """Print the table of parts, the peak, and the comparison with the device.
 
-    `engine` is the memory of vLLM; None if the run does not use vLLM.
+    `engine` is the memory of vLLM, or None if the run does not use vLLM.
 
     Returns:
-        If the run does not fit the device, or vLLM does not fit its share: an error message with settings that reduce
-        memory. Else None; also None if no device's memory is known.
+        If the run does not fit the device, or if vLLM does not fit its share, the result is an error message with
+        settings that reduce memory. Otherwise, it is None. It is also None if no device's memory is known.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -248,7 +248,10 @@ def cpu_lines(parts: list[Part]) -> list[str]:
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Bytes in `device_gib`; if that is None, the memory of this machine's GPU, or None without a GPU."""
+    """Convert `device_gib` to bytes.
+
+    If `device_gib` is None, return the memory of this machine's GPU, or None if the machine has no GPU.
+    """
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -272,7 +275,7 @@ def verdict(share: float) -> str:
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Settings that would reduce the memory of a phase; those that cost the least time come first."""
+    """Settings that would reduce the memory of a phase. The settings that cost the least time come first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [
@@ -302,8 +305,8 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
 def print_translation(trainer: str, batches: BatchPlan, differences: list[str], ignored: list[str]) -> None:
     """Print the translation of a script's flags.
 
-    It has four parts: the script's batches as settings of this package, the batch arithmetic, the differences between
-    the script and these settings, and the flags that are not translated.
+    The translation has four parts: the script's batches as settings of this package, the batch arithmetic, the
+    differences between the script and these settings, and the flags that are not translated.
     """
     console = Console(highlight=False)
     console.print("\n[bold]Here[/bold]")

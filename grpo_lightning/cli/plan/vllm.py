@@ -1,4 +1,4 @@
-"""vLLM in a plan: its devices, its share of a device's memory in each phase, and whether weights and KV cache fit."""
+"""vLLM in a plan: devices, share of a device's memory in each phase, and a check that weights and KV cache fit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def size_of(
     batches: BatchPlan,
     device: float | None,
 ) -> VLLMSize | None:
-    """Compute the memory of vLLM on one device; None for other engines.
+    """Compute the memory of vLLM on one device. The result is None for other engines.
 
         weights                          bytes per weight x weights / tensor_parallel_size
         KV cache of a token in a layer   2 x bytes per number x head size x key-value heads per rank
@@ -142,9 +142,9 @@ def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, si
 
     If the run does not use vLLM (`size` is None), the estimate is returned unchanged. Otherwise, the parts named in
     `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, they are gathered part by part when
-    they are sent to vLLM, so the memory of the largest part is added: one layer, or embeddings, last norm and head. In
-    colocate mode, vLLM's own memory is also added ("the share" is `engine.gpu_memory_utilization` of the device's
-    memory):
+    they are sent to vLLM. Each part is one layer, or embeddings, last norm and head together. Because one part is
+    gathered at a time, the memory of the largest part is added. In colocate mode, vLLM's own memory is also added ("the
+    share" is `engine.gpu_memory_utilization` of the device's memory):
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|

@@ -1,4 +1,4 @@
-"""Checks of ground-truth boxes in grounding data: four finite numbers, inside the image."""
+"""Checks of ground-truth boxes in grounding data. A box must have four finite numbers, and lie inside the image."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NORM = 1000
 """Width and height of every image in `norm1000` coordinates."""
 
 ROUNDING = 1
-"""Pixels by which a box may exceed the image, because the coordinates of some annotations are rounded or off by one.
+"""Pixels by which a box can exceed the image, because the coordinates of some annotations are rounded or off by one.
 Rewards clip boxes to the image, so a part of the box must lie inside the image."""
 
 
@@ -114,7 +114,7 @@ def looks_like_box(value: Any) -> bool:
 
 
 def _parse_solution(solution: Any) -> Any:
-    """Parse a solution that is JSON text; convert an array to a list; return any other solution unchanged."""
+    """Parse a solution that is JSON text, and convert an array to a list. Any other solution is returned unchanged."""
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if not isinstance(solution, str):
         return solution

@@ -1,4 +1,4 @@
-"""Image placeholders: placing the images of a prompt in its messages."""
+"""Image placeholders, and functions that place the images of a prompt in its messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IMAGE = "<image>"
 """The placeholder of an image in text."""
 
 SOURCES = ("image", "path", "url", "image_url")
-"""Keys under which a message part may hold its own image."""
+"""Keys under which a message part can hold its own image."""
 
 
 def place_images(
@@ -21,7 +21,7 @@ def place_images(
 ) -> tuple[list[Message], list[ImageRef]]:
     """Add a part `{"type": "image"}` to the messages for every image.
 
-    A message part may hold an image of its own. The images of the row's image column are assigned, in order, to the
+    A message part can hold an image of its own. The images of the row's image column are assigned, in order, to the
     placeholders `<image>` in the text and to the image parts that hold no image. If the messages have neither
     placeholders nor image parts, all images are prepended to the first user turn. VLM-R1 removes the placeholders and
     always puts the images first, which changes a question such as "the first image <image> ... the second <image>".

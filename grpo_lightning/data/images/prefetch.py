@@ -1,4 +1,4 @@
-"""Image prefetching: read each image of a batch once, in threads, while the policy trains on the previous batch."""
+"""Image prefetching. Threads read each image of a batch once, while the policy trains on the previous batch."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class SharedRead:
 
 
 class ImageReader:
-    """Reads images for a `PromptSource`: each image of a batch only once, and the images of the next batch in advance.
+    """Reads every image only once per batch of a `PromptSource`, and reads the images of the next batch in advance.
 
     Args:
-        num_workers: Threads that read images in advance; with 0, each image is read when it is used. To bound the
+        num_workers: Threads that read images in advance. With 0, each image is read when it is used. To bound the
             memory (3 MB per megapixel), at most `READ_AHEAD` images per thread are in memory before their use.
     """
 
@@ -66,7 +66,7 @@ class ImageReader:
         self.ahead: WeakSet[SharedRead] = WeakSet()  # submitted to the threads and not used yet
 
     def take(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of a batch; prompts with the same image share one `SharedRead`.
+        """Return the prompts of a batch. Prompts with the same image share one `SharedRead`.
 
         An image that `look_ahead` has read in advance is not read again.
         """
@@ -89,7 +89,7 @@ class ImageReader:
         ]
 
     def look_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Start to read the images of the next prompts; release images that were read in advance for other prompts."""
+        """Start to read the images of the next prompts, and release images that were read ahead for other prompts."""
         with self.lock:
             coming: dict[Hashable, SharedRead] = {}
             for image in _images(prompts):

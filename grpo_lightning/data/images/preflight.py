@@ -1,4 +1,4 @@
-"""Preflight checks: read every image and compare every box with its image; report or drop bad rows."""
+"""Preflight checks, which read every image, compare every box with its image, and report or drop bad rows."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Preflight:
         """Check the images and the box of one prompt of a stream.
 
         Returns:
-            `measured`; with `boxes: norm1000`, a copy of `measured` whose box has been converted to pixels. If the
-            prompt is dropped, a copy of `measured` whose `prompt` is None.
+            `measured` itself, or with `boxes: norm1000`, a copy in which the box has been converted to pixels. For a
+            prompt that is dropped, a copy in which `prompt` is None.
 
         Raises:
             ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.
@@ -132,7 +132,7 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Check that all images can be read, for prompts that do not come from a mixture.
 
     The boxes of these prompts are checked by the rewards. The images are not read again if all of them have been read
-    in full before. It is not enough that their sizes are known, because a truncated file may have an intact header.
+    in full before. It is not enough that their sizes are known, because a truncated file can have an intact header.
 
     Args:
         prompts: The prompts, the same on every rank.
@@ -151,7 +151,7 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
     """Check every unique image, and get its size.
 
-    The images are divided among the ranks: a rank reads the pixels of its images, and only the headers of the other
+    The images are divided among the ranks. A rank reads the pixels of its own images, and only the headers of the other
     images. If one rank cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same
     rows.
 
@@ -211,7 +211,7 @@ def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes
 
 @dataclass
 class ImageCounts:
-    """Counts of rows with and without images per source, and warnings about rows that may lack an image."""
+    """Counts of rows with and without images per source, and warnings about rows that possibly lack an image."""
 
     with_images: Counter[str] = field(default_factory=Counter)
     empty: Counter[str] = field(default_factory=Counter)
@@ -247,10 +247,10 @@ class ImageCounts:
             source: The entry's name.
             image_root: The entry's own `image_root`.
             run_root: `image_root` of the data module. For an entry without its own `image_root`, this root is checked
-                only if a column that is not read as images has image paths: then images were probably intended. Without
-                such paths, the entry may be text-only on purpose.
-            has_more_rows: True if only the first rows were counted. The other rows may have images, so a warning is
-                logged instead of an error.
+                only if a column that is not read as images has image paths, because images were then probably intended.
+                Without such paths, the entry is possibly text-only on purpose.
+            has_more_rows: True if only the first rows were counted. The other rows possibly have images, so a warning
+                is logged instead of an error.
 
         Raises:
             ValueError: If a root is checked for the entry, but no row has images (in a column that is read as images,
@@ -275,13 +275,15 @@ class ImageCounts:
         log.warning("%s", problem)
 
     def warn(self, *, so_far: bool = False) -> None:
-        """Warn about text-only rows that may lack their image, once per source and column.
+        """Warn about text-only rows that possibly lack their image, once per source and column.
 
-        A row may lack its image in two cases: its image column is empty while other rows of the source have images, or
-        a column that is not read as images has an image path.
+        A row possibly lacks its image in two cases:
+
+        - Its image column is empty, but other rows of the source have images.
+        - A column that is not read as images has an image path.
 
         Args:
-            so_far: True if more rows may follow.
+            so_far: True if more rows can follow.
         """
         so_far_text = " so far" if so_far else ""
         for source, count in self.empty.items():

@@ -1,4 +1,4 @@
-"""Lazy image references: find the images of a row, in any form that datasets use, and convert them to `ImageRef`."""
+"""Lazy image references. Every image of a row, in any form that datasets use, becomes an `ImageRef`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_lightning.core.images import ImageError, ImageRef, is_pil_image
 
 
 class RowsWithCells:
-    """The rows of a `datasets.Dataset`, with references in place of images: reading a row does not read its images.
+    """The rows of a `datasets.Dataset`, with references in place of images. Reading a row does not read its images.
 
     Args:
         dataset: A `datasets.Dataset`.
@@ -140,8 +140,8 @@ def openable_value(value: Any, folder: Path | None = None) -> Any:
         folder: Base folder of relative paths; None for the current folder.
 
     Returns:
-        The bytes, if `value` has any. Without bytes: for a path that only `datasets` can open (`is_remote`), the
-        decoded image; for any other path, the absolute path.
+        The bytes, if `value` has any. If not, the result depends on the path. If only `datasets` can open the path
+        (`is_remote`), the result is the decoded image. For any other path, it is the absolute path.
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.
@@ -155,7 +155,7 @@ def openable_value(value: Any, folder: Path | None = None) -> Any:
 
 
 def is_remote(path: str) -> bool:
-    """True for paths that only `datasets` can open: a URL (`hf://...`) or an archive member (`zip://a.png::b.zip`)."""
+    """True for a path that only `datasets` can open, for example `hf://...` or, in an archive, `zip://a.png::b.zip`."""
     return "://" in path
 
 
@@ -244,15 +244,15 @@ class ImageFinder:
         return {**columns, found[0]: ref}, [ref]
 
     def ref(self, value: Any, what: str) -> ImageRef:
-        """Create the reference to one image; nothing is read.
+        """Create the reference to one image. Nothing is read.
 
         Args:
             value: A path, a data: or file: URL, bytes, `{"bytes": ..., "path": ...}`, a PIL image or a reference.
             what: The value's place in the row, for error messages.
 
         Returns:
-            The reference. If `value` has none of these forms, or is a web URL, no error is raised here: reading the
-            reference raises ImageError, so that all bad images of the data are reported together.
+            The reference. If `value` has none of these forms, or is a web URL, no error is raised here. Instead,
+            ImageError is raised when the reference is read, so that all bad images of the data are reported together.
         """
         if isinstance(value, ImageRef):
             return value if value.where else replace(value, where=self.where)
@@ -324,9 +324,9 @@ def has_empty_column(columns: Mapping[str, Any]) -> bool:
 
 
 def unread_column(columns: Mapping[str, Any]) -> str | None:
-    """Name of a column that may hold images, for a row without `image` and `images`; None if there is no such column.
+    """Name of a column that possibly holds images, for a row with neither `image` nor `images`. None if there is none.
 
-    Columns such as `image_path` and `img` are not read as images, because they may be meant for a reward.
+    Columns such as `image_path` and `img` are not read as images, because they can be meant for a reward.
     """
     if any(name in columns for name in IMAGE_COLUMNS):
         return None
@@ -351,7 +351,7 @@ def _of_data_uri(text: str, what: str) -> bytes:
 
 
 def expand_home(path: Path) -> Path:
-    """Expand `~` and `~user` to the home folder; if there is no such user, return the path unchanged."""
+    """Expand `~` and `~user` to the home folder. If there is no such user, return the path unchanged."""
     try:
         return path.expanduser()
     except RuntimeError:  # a file name may start with `~`, a lock file for example
@@ -359,5 +359,5 @@ def expand_home(path: Path) -> Path:
 
 
 def absolute_path(path: Path, folder: Path | None = None) -> Path:
-    """Make a path absolute. A relative path starts at `folder`; None is the current folder."""
+    """Make a path absolute. A relative path starts at `folder`, or at the current folder if `folder` is None."""
     return Path(os.path.abspath((folder or Path()) / path))

@@ -1,4 +1,4 @@
-"""Box coordinates: convert answer boxes and ground-truth boxes to the same units; base class of box rewards."""
+"""Base class of box rewards, and conversion of answer boxes and ground-truth boxes to the same units."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class BoxFrame(NamedTuple):
     """Width and height of the image; None if unknown."""
 
     def answer_boxes(self, boxes: Sequence[Box | None]) -> Tensor:
-        """Convert answer boxes: [n, 4] float64, clipped to the image; None becomes an empty box."""
+        """Convert answer boxes to [n, 4] float64, clipped to the image. None becomes an empty box."""
         return self._place([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def gold_boxes(self, boxes: Sequence[Box]) -> Tensor:
-        """Convert ground-truth boxes: [n, 4] float64, clipped to the image. Raises: ValueError as in `check_inside`."""
+        """Convert ground-truth boxes to [n, 4] float64, clipped to the image. Raises: ValueError of `check_inside`."""
         for box in boxes:
             check_inside(box, self.right_scale, self.size)
         return self._place(boxes, self.right_scale)
 
     def _place(self, boxes: Sequence[Box], scale: Scale) -> Tensor:
-        """Scale boxes to the common units and clip them to the image: [n, 4] float64."""
+        """Scale boxes to the common units, and clip them to the image. Returns: [n, 4] float64."""
         placed = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) * torch.tensor(scale * 2, dtype=torch.float64)
         return placed if self.size is None else clip(placed, *self.size)
 
@@ -92,8 +92,8 @@ class BoxReward(Reward):
         """Score completions.
 
         The metric `reward/<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong.
-        It is not a failure in the sense of `WeightedReward.on_error`. The log of completions gets a column `boxes`: the
-        boxes of the answer and of the ground truth, in pixels of the image in the data.
+        It is not a failure in the sense of `WeightedReward.on_error`. The log of completions gets a column `boxes` with
+        the boxes of the answer and of the ground truth, in pixels of the image in the data.
 
         Args:
             completions: [B].
@@ -151,15 +151,15 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None if it has none. Raises: ValueError if it cannot be parsed."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row` and the log of completions; by default none.
+        """The boxes of a parsed ground truth, for `check_row` and the log of completions.
 
-        If a subclass does not override this method, `check_row` checks no boxes. The boxes are then checked only when
-        the reward is called.
+        By default, there are none. If a subclass does not override this method, `check_row` checks no boxes. The boxes
+        are then checked only when the reward is called.
         """
         return ()
 
     def given_boxes(self, given: Any) -> Sequence[Box]:
-        """The boxes of a parsed answer, for the log of completions; by default none."""
+        """The boxes of a parsed answer, for the log of completions. By default, there are none."""
         return ()
 
     @abstractmethod
@@ -168,7 +168,7 @@ class BoxReward(Reward):
 
     @abstractmethod
     def compare(self, given: Any, right: Any, frame: BoxFrame) -> float:
-        """Return the score of an answer, from 0 to 1; `given` is None if the answer could not be parsed."""
+        """Return the score of an answer, from 0 to 1. If the answer could not be parsed, `given` is None."""
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
@@ -193,7 +193,10 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that a prompt has one image, or none if no image size is needed. Args, Raises: as in `frame_of`."""
+    """Check that a prompt has one image, or none if no image size is needed.
+
+    `given` and `right` are the coordinate systems, as in `frame_of`. Raises: ValueError as in `frame_of`.
+    """
     if num_images > 1:
         raise ValueError(
             f"Box rewards need prompts with one image, got {num_images}: it is unknown which one the boxes refer to. "

@@ -1,8 +1,8 @@
-"""Parse boxes in an answer: `[x1, y1, x2, y2]`, or JSON with boxes and labels, with or without code fences.
+"""Parse the boxes in an answer, which are written as `[x1, y1, x2, y2]` or as JSON with boxes and labels.
 
-Completions are untrusted text, so all functions take linear time. They use `str` methods, the JSON parser at most
-twice, and a regular expression whose adjacent parts start with different characters, so that backtracking fails at
-once.
+The JSON can be inside code fences. Completions are untrusted text, so all functions take linear time. They use `str`
+methods, call the JSON parser at most twice, and use a regular expression. Adjacent parts of this expression start with
+different characters, so that backtracking fails at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Detection(NamedTuple):
 
 
 def answer_of(text: str) -> str:
-    """The text in the last `<answer>` tags of a completion; without these tags, the text after `</think>`."""
+    """The text in the last `<answer>` tags of a completion or, if there are none, the text after `</think>`."""
     answer = between_answer_tags(text)
     return after_reasoning(text) if answer is None else answer
 
@@ -54,10 +54,10 @@ def boxes_in(answer: str) -> list[Box | None]:
 def detections(text: str) -> list[Detection] | None:
     """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
-    The list is JSON. It may be in the last code fences of the answer, without fences, or with words around it. Its
-    items have the form `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`; a single item without a list is accepted. An
-    item that is only a box counts as an object without a label, and an item of any other form counts as an object
-    without a box. If the answer is the text `None`, `null` or `[]`, the result is an empty list.
+    The list is JSON. It can be inside the last code fences of the answer or without fences, and words can surround it.
+    Its items have the form `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`. A single item that is not in a list is
+    accepted, too. An item that is only a box counts as an object without a label, and an item of any other form counts
+    as an object without a box. If the answer is the text `None`, `null` or `[]`, the result is an empty list.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
@@ -71,7 +71,7 @@ def detections(text: str) -> list[Detection] | None:
 
 
 def has_json_box(answer: str) -> bool:
-    """Whether an answer is a JSON object with a box, or a JSON list with such an object; code fences are allowed."""
+    """Whether an answer is a JSON object with a box, or a list with one. Code fences around the JSON are allowed."""
     answer = answer.strip()
     value = _parse_json(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]
@@ -79,10 +79,10 @@ def has_json_box(answer: str) -> bool:
 
 
 def gold_box(answer: Any, column: str) -> Box | None:
-    """Parse the ground-truth box of a row: four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
+    """Parse the ground-truth box of a row from four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
 
     Args:
-        answer: The value of the column. A text may have answer tags around the box (VLM-R1's
+        answer: The value of the column. A text can have answer tags around the box (VLM-R1's
             `<answer> [1, 2, 3, 4] </answer>`).
         column: The data column, for messages.
 
@@ -106,7 +106,7 @@ def gold_box(answer: Any, column: str) -> Box | None:
 
 
 def gold_detections(answer: Any, column: str) -> list[Detection] | None:
-    """Parse the ground-truth objects of a row: mappings with `bbox_2d` and `label`, or text (see `detections`).
+    """Parse the ground-truth objects of a row from mappings with `bbox_2d` and `label`, or text (see `detections`).
 
     Args:
         answer: The value of the column. For `[]` or the string "None", the result is an empty list.

@@ -90,7 +90,7 @@ class IoU(BoxReward):
         return [] if given is None else [given]
 
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
-        """Compute the IoU; with a threshold, return 1 if the IoU is above the threshold, else 0."""
+        """Compute the IoU. With a threshold, return 1 if the IoU is above the threshold, and 0 if not."""
         overlap = iou(frame.answer_boxes([given]), frame.gold_boxes([right])).item()
         return overlap if self.threshold is None else float(overlap > self.threshold)
 
@@ -98,16 +98,16 @@ class IoU(BoxReward):
 class FormatRec(Reward):
     """1 if the completion is `<think>...</think><answer>...</answer>` and the answer has a box of four numbers, else 0.
 
-    Only whitespace is allowed around and between the two parts; each tag must occur exactly once.
+    Only whitespace is allowed around and between the two parts. Each tag must occur exactly once.
 
-    VLM-R1's `format_reward_rec` is a regular expression that may take minutes on a few thousand characters. It refuses
-    decimals, negative numbers and a space after `[`. It accepts text around the tags, invalid JSON, and an object whose
-    closing brace comes after `</answer>`.
+    VLM-R1's `format_reward_rec` is a regular expression that can take minutes on a few thousand characters. It refuses
+    decimals, negative numbers and a space after `[`. It accepts text around the tags, invalid JSON, and an object with
+    its closing brace after `</answer>`.
 
     Args:
-        needs_json: True if the answer must be JSON, with or without ```json fences: an object with a box, or a list
-            with such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the answer is enough (VLM-R1
-            for InternVL).
+        needs_json: True if the answer must be JSON, with or without ```json fences. The JSON must then be an object
+            with a box, or a list that contains one (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the
+            answer is enough (VLM-R1 for InternVL).
         prompt_opens_first: As in `Format`.
     """
 
@@ -160,14 +160,17 @@ class DetectionReward(BoxReward):
         return [item.box for item in given or () if item.box]
 
     def compare(self, given: list[Detection] | None, right: list[Detection], frame: BoxFrame) -> float:
-        """Score an answer: 0 if it could not be parsed; 1 if both lists are empty, 0 if only one list is empty."""
+        """Score an answer.
+
+        The score is 0 if the answer could not be parsed. It is 1 if both lists are empty, and 0 if only one is empty.
+        """
         if given is None:
             return 0.0
         return self.match(given, right, frame) if given and right else float(not given and not right)
 
     @abstractmethod
     def match(self, given: list[Detection], right: list[Detection], frame: BoxFrame) -> float:
-        """Score a list of objects; the score is in [0, 1]. Both lists have at least one object."""
+        """Give a list of objects a score from 0 to 1. Both lists have at least one object."""
 
 
 class DetectionMAP(DetectionReward):
@@ -180,12 +183,12 @@ class DetectionMAP(DetectionReward):
     numbers is a false positive. Labels are compared case-insensitively.
 
     Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the
-    order in which the answer lists them. A wrong object that is listed after the last correct object of its label
-    therefore does not lower the reward; `OdLength` penalizes such objects.
+    order in which the answer lists them. Therefore a wrong object does not lower the reward if it is listed after the
+    last correct object of its label. `OdLength` penalizes these objects.
 
-    VLM-R1 differs in three points. It drops objects whose label is not in the ground truth, so listing such objects
-    costs nothing. It treats an unparsable answer as an empty list. It does not convert the boxes of an answer to pixels
-    of the original image (the image before it is resized for the policy).
+    VLM-R1 differs in three points. It drops objects with labels that are not in the ground truth, so listing these
+    objects costs nothing. It treats an unparsable answer as an empty list. It does not convert the boxes of an answer
+    to pixels of the original image (the image before it is resized for the policy).
 
     Args:
         answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or
@@ -193,7 +196,7 @@ class DetectionMAP(DetectionReward):
             this column is None or an empty string.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        iou_threshold: Minimum IoU of a correct box; None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` uses
+        iou_threshold: Minimum IoU of a correct box. None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` uses
             0.5.
     """
 
@@ -248,7 +251,7 @@ class WeightedSum(DetectionReward):
 
     The answer has n objects, the ground truth has m objects, and t pairs of objects are matched. The label is correct
     in k of these pairs, and s is the sum of the IoUs of these k pairs. The weights are p, l and c. Pairs are matched
-    greedily, from the largest IoU down to `iou_threshold`; each object is matched at most once. Among pairs of equal
+    greedily, from the largest IoU down to `iou_threshold`. Each object is matched at most once. Among pairs of equal
     IoU, pairs with the correct label come first.
 
     Objects are parsed as in `DetectionMAP`. The reward is 1 if neither the answer nor the ground truth lists an object.
@@ -325,11 +328,11 @@ class BoxRepetition(Reward):
         r = (1 - unique objects / objects) * max_penalty
 
     Two objects are equal if their boxes and their labels are equal. Objects are parsed as in `DetectionMAP`. If the
-    answer has no boxes, `Repetition` scores the text of the completion. VLM-R1 differs in one point: it reads JSON only
-    in ```json fences.
+    answer has no boxes, `Repetition` scores the text of the completion. In contrast to this reward, VLM-R1 reads JSON
+    only in ```json fences.
 
     Args:
-        n_grams: Length of the n-grams, in words; used only if the answer has no boxes.
+        n_grams: Length of the n-grams, in words. It is used only if the answer has no boxes.
         max_penalty: As in `Repetition`.
     """
 

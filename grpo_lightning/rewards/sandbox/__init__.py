@@ -1,1 +1,1 @@
-"""Running untrusted programs: kernel isolation, limits, and tests whose answers the program cannot reach."""
+"""Sandbox for untrusted programs, with kernel isolation, limits, and expected answers that programs cannot reach."""

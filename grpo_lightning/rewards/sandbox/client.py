@@ -1,4 +1,4 @@
-"""Run an untrusted program in the sandbox: start the launcher process (`sandbox/launcher.py`), and send it jobs.
+"""Run an untrusted program in the sandbox, by sending jobs to the launcher process (`sandbox/launcher.py`).
 
 with Sandbox(program, Limits(memory_bytes=2**29), test_codes) as sandbox:
     ended = sandbox.run_main(b"3 4", seconds=5, max_output=1000)
@@ -45,7 +45,7 @@ main(*map(int, sys.argv[2:]))
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself does not work; the program is not the cause."""
+    """The sandbox itself does not work, and the program is not the cause."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Limits:
     """Python code that runs before the code of every program."""
 
     allow_file_reads: bool = False
-    """Run programs even if the kernel has no Landlock; they can then read files."""
+    """Run programs even if the kernel has no Landlock. Programs can then read files."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Why the job failed; empty if it exited with status 0."""
+        """Why the job failed, or an empty text if it exited with status 0."""
         if self.how != "exit":
             return _PROBLEMS[self.how]
         if self.status < 0:
@@ -97,14 +97,14 @@ class Sandbox:
     """Runs one program any number of times, each time in new processes.
 
     The constructor starts a launcher process, which forks the processes of every run. `run_main` and `call` need one
-    process, for the program. `judge` needs two: one for the program, and one for the test code. If the
+    process, for the program. `judge` needs two processes, one for the program and one for the test code. If the
     launcher has ended or does not answer, a new launcher replaces it.
 
     Args:
         program: Python code, untrusted.
         limits: Limits of each run.
-        tests: The test code for `judge`: one dictionary per test, with the fields of `code_rows.Code`. The process that
-            runs the program never holds the test code.
+        tests: The test code for `judge`, as one dictionary per test with the fields of `code_rows.Code`. The process
+            that runs the program never holds the test code.
 
     Raises:
         SandboxError: If the launcher does not start, or the kernel lacks what the sandbox needs.
@@ -229,7 +229,7 @@ class Sandbox:
         return ended, str(verdict["outcome"]), str(verdict["text"])
 
     def close(self) -> None:
-        """Kill the launcher; the kernel kills its children with it."""
+        """Kill the launcher. The kernel then kills the launcher's children, too."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -291,8 +291,8 @@ def check_sandbox(limits: Limits) -> list[str]:
     """Start a sandbox and try to break out of it.
 
     Returns:
-        The actions that the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and
-        `limits.allow_file_reads` is true; otherwise [].
+        The actions that the sandbox does not prevent. They are ["read a file"] if the kernel has no Landlock and
+        `limits.allow_file_reads` is true, and [] in all other cases.
 
     Raises:
         SandboxError: If the sandbox does not start, or if any other attempt to break out succeeds.

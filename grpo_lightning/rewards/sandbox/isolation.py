@@ -112,10 +112,10 @@ class IsolationError(RuntimeError):
 
 
 class Isolation:
-    """The sandbox, prepared once by the launcher; every child process of the launcher enters it with `enter`.
+    """The sandbox that the launcher prepares once, and that each of its child processes enters with `enter`.
 
     Args:
-        allow_file_reads: Continue without Landlock if the kernel lacks it; programs can then read every file of this
+        allow_file_reads: Continue without Landlock if the kernel lacks it. Programs can then read every file of this
             user.
 
     Raises:
@@ -262,7 +262,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
-    """Assemble the seccomp filter: a list of allowed system calls, some of them only with certain arguments.
+    """Assemble the seccomp filter, which allows a list of system calls, some of them only with certain arguments.
 
     All other system calls fail with EPERM, except `clone3`. A filter cannot see the arguments of `clone3`, so this call
     fails with ENOSYS, and libc then uses `clone`.

@@ -57,7 +57,7 @@ VERDICT_BYTES = 65536
 
 
 class Child(BaseException):
-    """Raised in a forked child to leave the launcher's loop; the child then does its task and ends normally."""
+    """Raised in a forked child to leave the launcher's loop. The child then does its task and ends normally."""
 
     def __init__(self, task: Callable[[], None]) -> None:
         self.task = task
@@ -68,7 +68,7 @@ def main(control: int, tests: int, parent: int) -> None:
 
     Args:
         control: File descriptor of the connection to the reward worker.
-        tests: File descriptor of the test code; only the child processes that run tests read it.
+        tests: File descriptor of the test code. Only the child processes that run tests read it.
         parent: Process id of the reward worker.
     """
     try:
@@ -193,14 +193,13 @@ class Launcher:
             job: A dictionary with `kind` ("main", "call" or "judge"), `seconds` (the time limit) and `max_output` (the
                 limit of the output in bytes). A "judge" job also has `place` and `size`, the offset and length of its
                 test code in the file of the descriptor `tests`.
-            body: For a "main" job, the program's standard input; for a "call" job, the request; for a "judge" job,
-                empty.
+            body: The program's standard input in a "main" job, the request in a "call" job, and empty in a "judge" job.
 
         Returns:
-            Two values: a dictionary that describes how the child ended, and the child's output. The child is the
-            process that runs the program; in a "judge" job, it is the process that runs the tests. In the dictionary,
-            `ended` is "exit", "timeout", "output" (the output was too long) or "threads" (the program had too many
-            threads). `status` is the exit status, or minus the number of the signal that ended the child.
+            Two values: a dictionary that describes how the child ended, and the child's output. In a "judge" job, the
+            child is the process that runs the tests. In all other jobs, it is the process that runs the program. In the
+            dictionary, `ended` is "exit", "timeout", "output" (the output was too long) or "threads" (the program had
+            too many threads). `status` is the exit status, or minus the number of the signal that ended the child.
 
         Raises:
             OSError: If a child could not be started.
@@ -351,7 +350,7 @@ class Launcher:
 
 
 class Exchange:
-    """Feeds a child its input and collects its output; closes both pipes at the end.
+    """Context that feeds a child its input, collects its output, and closes both pipes at the end.
 
     Args:
         take: File descriptor of the output.

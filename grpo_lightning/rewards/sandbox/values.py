@@ -8,7 +8,7 @@ over it, read and set its attributes, and pass it back to the program. Comparing
 | type | JSON |
 |---|---|
 | None, bool, str | as in JSON |
-| int | `["i", "0x1f"]`, hexadecimal: linear time for any length |
+| int | `["i", "0x1f"]`, hexadecimal, because this takes linear time for any length |
 | float, complex | `["f", "0x1.8p+0"]`, `["c", real, imag]` |
 | bytes | `["b", "00ff"]` |
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
@@ -16,8 +16,8 @@ over it, read and set its attributes, and pass it back to the program. Comparing
 | range | `["r", [start, stop, step]]` |
 | all others | `["o", place, type]` |
 
-In the last row, `place` identifies the object: it is the object's index among all kept objects, or its global name.
-`type` is the name of the object's type; in a message from the tests, it is empty.
+In the last row, `place` identifies the object by its index among all kept objects, or by its global name. `type` is the
+name of the object's type, but is empty in a message from the tests.
 
 This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
 packages.
@@ -55,11 +55,11 @@ class PlainError(Exception):
 
 
 class ProgramError(Exception):
-    """Raised in tests: the program ended, raised an exception of a type it defines, or returned an unusable value."""
+    """Raised in tests if the program ended, raised an exception of a type it defines, or returned an unusable value."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode a value for JSON; values of subclasses are encoded as values of the builtin type.
+    """Encode a value for JSON. A value of a subclass is encoded as a value of the builtin type.
 
     Args:
         value: Any object.
@@ -139,7 +139,7 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raise PlainError; used in `encode` and `decode` where only the builtin types of the table are allowed."""
+    """Raise PlainError. `encode` and `decode` get this function if only the table's builtin types are allowed."""
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 
@@ -192,8 +192,8 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
     Args:
         namespace: The program's global names.
-        problem: The exception that ended the program early; every request is then answered with this exception. None if
-            there was no exception.
+        problem: The exception that ended the program early, or None if there was none. Every request is then answered
+            with this exception.
         requests: File descriptor to read requests from.
         answers: File descriptor to write answers to.
     """
@@ -252,7 +252,8 @@ def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str]
 class Remote:
     """Placeholder for an object of the program, identified by its global name or by its index in `kept` of `serve`.
 
-    Comparing a `Remote`, or using it as a condition, raises an error: only values of builtin types may decide a test.
+    Comparing a `Remote`, or using it as a condition, raises an error, because only values of builtin types are allowed
+    to decide a test.
     """
 
     def __init__(self, call_program: Callable[[dict[str, Any]], Any], place: str | int, kind: str) -> None:
@@ -357,8 +358,8 @@ def raised_error(answer: dict[str, Any]) -> Exception:
 
     The result is a `ProgramError` if the type of the exception is not a builtin subclass of `Exception`, or if the
     exception cannot be rebuilt from its text alone. A `ProgramError` also replaces an AssertionError or a StopIteration
-    of the program: only the tests may raise an AssertionError, and a StopIteration would end a `map` in the tests
-    early.
+    of the program, because only the tests are allowed to raise an AssertionError, and because a StopIteration would end
+    a `map` in the tests early.
     """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
     kind = getattr(builtins, name, None)

@@ -1,4 +1,4 @@
-"""The policy's adapter as vLLM loads it: a folder in peft's format, with a new name for every update.
+"""Write the policy's adapter for vLLM to a folder in peft's format. The folder has a new name for every update.
 
 vLLM ignores a new adapter that has the name of a known adapter. Moreover, vLLM's prefix cache distinguishes adapters by
 name. A name is therefore never used twice, not even by another run on the same server.

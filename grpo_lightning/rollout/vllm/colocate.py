@@ -172,7 +172,7 @@ class Colocated:
         self.reset_cache()
 
     def end_update(self) -> None:
-        """End an update that has failed, so that a new one can start; see `Served.end_update`."""
+        """End an update that has failed, so that a new one can start (see `Served.end_update`)."""
         for call in (
             self.llm.start_weight_update,
             lambda: self.llm.finish_weight_update(weight_version="incomplete"),
@@ -241,7 +241,7 @@ class Colocated:
                 engine.abort_request(names, internal=True)
 
     def sleep(self, level: int) -> None:
-        """Free vLLM's GPU memory: level 1 moves its weights to the CPU, 2 discards them, 0 does nothing."""
+        """Free GPU memory. Level 1 moves vLLM's weights to the CPU, level 2 discards them, and level 0 does nothing."""
         if level and not self.asleep:
             with untouched_state():
                 self.llm.sleep(level=level)
@@ -329,7 +329,7 @@ def free_unused_memory() -> None:
 
 
 def launch_options() -> dict[str, Any]:
-    """Arguments of `LLM` in a run with several processes: vLLM joins the trainer's process group."""
+    """Arguments that make vLLM's `LLM` join the trainer's process group, if the run has several processes."""
     return {"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}
 
 
@@ -354,11 +354,11 @@ def launched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched_state() -> Iterator[None]:
-    """Context without autocast and with torch's original default device; restores the process's state at the end.
+    """Context in which autocast is off, and torch has its original default device. The state is restored at the end.
 
     When Lightning connects engines, torch's default device is the training device. Tensors that vLLM needs on the CPU
-    would then be created on the training device. At the end, the context restores the random states of torch, numpy and
-    Python; torch's default dtype, grad mode and number of threads; and the current CUDA device.
+    would then be created on the training device. At the end, the context restores the current CUDA device, the random
+    states of torch, numpy and Python, and three settings of torch (default dtype, grad mode and number of threads).
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself

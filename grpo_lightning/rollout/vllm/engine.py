@@ -125,7 +125,7 @@ class Batch:
         self.num_tokens = 0
 
     def add(self, index: int, completion: Completion) -> None:
-        """Add a completion; if its group is then complete, report the group."""
+        """Add a completion. If its group is then complete, report the group."""
         del self.missing[index]
         self.completions[index] = completion
         self.num_tokens += len(completion.token_ids)
@@ -134,13 +134,13 @@ class Batch:
             self.on_group(number, group)
 
     def report(self, steps: int) -> None:
-        """Report progress: `steps` decoding steps or, if `steps` is 0, the mean number of tokens per completion."""
+        """Report `steps` decoding steps as progress or, if `steps` is 0, the mean number of tokens per completion."""
         if self.progress is not None:
             longest = self.sampling.max_completion_length
             self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
 
     def group(self, number: int) -> list[Completion]:
-        """The completions of a prompt; empty if one is missing."""
+        """The completions of a prompt, or an empty list if a completion is missing."""
         first = number * len(self.part)
         found = [each for each in self.completions[first : first + len(self.part)] if each is not None]
         return found if len(found) == len(self.part) else []
@@ -184,13 +184,15 @@ class VLLMEngine(RolloutEngine):
     Args:
         mode: "colocate" runs vLLM in the training process, on the same device. If `tensor_parallel_size` is 1, every
             rank has a separate vLLM. "server" uses an external `vllm serve`.
-        gpu_memory_utilization: Fraction of the GPU's memory for vLLM: its copy of the weights and its KV cache.
+        gpu_memory_utilization: Fraction of the GPU's memory that vLLM uses for its copy of the weights and for its KV
+            cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number lets vLLM start with less memory.
         max_num_seqs: Maximum completions decoded at the same time.
         enable_prefix_caching: True computes a prompt once for all its completions, and a common beginning of several
             prompts once for all these prompts.
-        enforce_eager: True captures no CUDA graphs: vLLM starts faster, needs less memory, and decodes more slowly.
+        enforce_eager: True captures no CUDA graphs, so vLLM starts faster and needs less memory, but decodes more
+            slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
             lower limit lets vLLM start with less memory.
@@ -202,16 +204,16 @@ class VLLMEngine(RolloutEngine):
             before every rollout, even if they have not changed.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
             quantized weights are computed again at every update. With quantization, completions come from a different
-            distribution than the policy's: set `objective.rollout_correction`.
-        enable_lora: True sends the base weights once, and A and B of the policy's adapter before each rollout; vLLM
-            keeps the adapter separate from the base weights. False sends merged weights.
+            distribution than the policy's, so set `objective.rollout_correction`.
+        enable_lora: True sends the base weights once, and sends A and B of the policy's adapter before each rollout.
+            vLLM then keeps the adapter separate from the base weights. False sends merged weights.
         base_url: Address of the server, or a list of addresses of several servers. Do not set `host` or `port` as well.
         host: Name or address of the server's machine, or a list for several servers.
         port: Port of the server, or a list of ports.
-        timeout: Seconds that a call of the server may take, including the time that a completion waits in the server's
-            queue.
-        max_retries: Number of times that a request or a weight update is repeated after a temporary failure: the
-            connection breaks, the server fails (5xx), or the server does not answer in time.
+        timeout: Time limit in seconds for a call to the server, including the time that a completion waits in the
+            server's queue.
+        max_retries: Number of times that a request or a weight update is repeated after a temporary failure. Examples
+            are a broken connection, a failure of the server (5xx), and an answer that does not arrive in time.
         reconnect_timeout: Seconds that a run waits for a server to come back if all servers have died.
         weight_transfer_backend: How weights are sent to the server: "nccl" between GPUs, "gloo" over TCP. With "gloo",
             this package must be installed in the server's environment.
@@ -682,7 +684,7 @@ class VLLMEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def hold_weights(self) -> Iterator[None]:
-        """Context manager for all calls of `generate` in one rollout: one call per turn of the conversations.
+        """Context manager for all calls of `generate` in one rollout. In conversations, each turn needs one call.
 
         An update from another thread waits until the context ends, so that all turns are sampled from the same weights.
         vLLM is put to sleep at the end of the context, not after each call.
@@ -711,20 +713,21 @@ class VLLMEngine(RolloutEngine):
         limits: Sequence[int] | None = None,
         turns: Turns | None = None,
     ) -> list[list[Completion]]:
-        """For every prompt, sample G completions, or only those in `part`; see `RolloutEngine.generate`.
+        """For every prompt, sample G completions, or only those in `part` (see `RolloutEngine.generate`).
 
         `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. The last bits of the completion's logits may still
+        depend on the other prompts of the batch, nor on the server. The last bits of the completion's logits can still
         depend on the size of the batch, because vLLM's kernels round differently in batches of another size. `turns` is
-        not needed: vLLM's prefix cache keeps the states of conversations.
+        not needed, because vLLM's prefix cache keeps the states of conversations.
 
         In the thread that has called `sync_weights`, the call of `generate` is collective. If one rank has an error,
         all ranks raise an error. Completions are missing if no server has the weights any more. In this case, all ranks
         take part in sending the weights again, and the missing completions are then sampled. A call in another thread
-        raises errors on its own rank only, and sends no weights, because training may be changing them.
+        raises errors on its own rank only, and sends no weights, because training can change the weights at the same
+        time.
 
-        In mode "colocate", vLLM may have discarded its weights (`sleep_level: 2`). In this case, `generate` sends the
-        policy's weights before it samples.
+        If vLLM has discarded its weights (mode "colocate" with `sleep_level: 2`), `generate` sends the policy's weights
+        before it samples.
 
         Raises:
             ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
@@ -763,7 +766,7 @@ class VLLMEngine(RolloutEngine):
                 self._send(self.policy, self.kinds)
 
     def sample(self, batch: Batch, seeds: list[int]) -> None:
-        """Sample the completions that the batch lacks; stop early if vLLM loses the weights.
+        """Sample the completions that the batch lacks, and stop early if vLLM loses the weights.
 
         Raises:
             ValueError: As in `generate`.

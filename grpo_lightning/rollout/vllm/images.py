@@ -54,7 +54,7 @@ KnownImages: TypeAlias = dict[Hashable, KnownImage]
 
 
 class PromptImages:
-    """The images of a prompt; all completions of the prompt share this object.
+    """The images of a prompt. All completions of the prompt share this object.
 
     Args:
         known: The images.
@@ -101,7 +101,7 @@ def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase, known: K
 
 
 def data_url(image: Image) -> str:
-    """An image as a URL that contains its PNG file: PNG keeps all pixels."""
+    """An image as a URL that contains a PNG file, because PNG keeps all pixels."""
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

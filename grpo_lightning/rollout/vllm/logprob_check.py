@@ -1,4 +1,4 @@
-"""Check that vLLM's log-probs equal the policy's: a probe samples a small rollout, and training scores it again.
+"""Check that vLLM's log-probs of a small rollout equal those that training computes with the policy.
 
 The check finds servers that report log-probs without the temperature. It also finds weights that differ between vLLM
 and training, and kernels whose results differ from those of training. In every rollout, `policy/rollout_kl` measures
@@ -115,7 +115,7 @@ class LogprobProbe(NamedTuple):
         return (logprobs - scorer(self.policy, batch, temperature=PROBE_TEMPERATURE).logprobs).abs().flatten()
 
     def prompts(self) -> tuple[list[list[int]], VisionInputs | None]:
-        """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
+        """Make two prompts of random tokens. For a multimodal policy, the second one is an image and a word instead."""
         size = full_shape(self.policy.get_input_embeddings().weight)[0]  # type: ignore[operator,union-attr]
         # A prompt without images must not contain image tokens.
         known = torch.tensor(sorted(set(range(size)) - set(self.scorer.never)), device="cpu")

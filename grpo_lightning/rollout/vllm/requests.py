@@ -1,4 +1,4 @@
-"""Requests to vLLM and its answers: seeds, sampling settings under the names that vLLM gives them, and completions.
+"""Requests to vLLM and its answers: seeds, sampling settings by vLLM's names, and completions.
 
 `LLM.generate` and the server's route `/v1/completions` take the same settings, so both modes of the engine share this
 file. vLLM is not imported here.
@@ -101,7 +101,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Translate sampling settings to vLLM's names. The result is complete: no default of a model or server applies.
+    """Translate sampling settings to vLLM's names. The result is complete, so no default of a model or server applies.
 
     Args:
         sampling: Settings that `check_sampling` accepts.

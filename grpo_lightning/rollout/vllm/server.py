@@ -1,7 +1,7 @@
 """One external vLLM server (server mode): HTTP requests, weight updates and checks.
 
-The server is a plain `vllm serve` with a weight transfer backend. It may run on other devices or another node.
-`servers.py` handles several servers: balancing, retries, and servers that come back.
+The server is a plain `vllm serve` with a weight transfer backend. It can run on other devices or on another node.
+`servers.py` uses several servers as one. It balances and repeats requests, and handles servers that come back.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class ServerError(RuntimeError):
 
 
 class UnavailableError(ServerError):
-    """The connection broke, the server failed (5xx), or its answer took too long: another try may succeed."""
+    """The connection broke, the server failed (5xx) or was busy, or no answer came in time. Another try can succeed."""
 
 
 class LostWeightsError(UnavailableError):
-    """The server has other weights than this run's: it has restarted, or another client has changed the weights."""
+    """The server lacks this run's weights, because it has restarted or another client has changed the weights."""
 
 
 class Client:
@@ -116,7 +116,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Make an error for an HTTP status, with the advice of `remedy`; for 5xx and `BUSY`, an `UnavailableError`."""
+        """Make an error with the advice of `remedy`. 5xx and the statuses in `BUSY` give an `UnavailableError`."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -136,7 +136,7 @@ class Client:
 
 
 def remedy(status: int, text: str) -> str:
-    """Advice about a request that vLLM refuses; empty if there is nothing to add to vLLM's own message."""
+    """Advice about a request that vLLM refuses, or "" if there is nothing to add to vLLM's own message."""
     if status == 404 and "does not exist" in text:
         return "The server was started with another model: start it with the policy."
     if "maximum context length" in text or "maximum model length" in text:
@@ -240,7 +240,7 @@ class Served:
         return f"--weight-transfer-config '{transfer}' --logprobs-mode processed_logprobs"
 
     def has_route(self, route: str) -> bool:
-        """True if the server offers this route: an empty POST request succeeds, or is refused with 400 or 422."""
+        """True if the server offers this route. An empty POST request then succeeds, or is refused with 400 or 422."""
         try:
             self.client.post(route, {})
         except ServerError as error:
@@ -270,7 +270,7 @@ class Served:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def join(self) -> None:
-        """Open the process group through which the weights are sent; the trainer is its rank 0.
+        """Open the process group through which the weights are sent. The trainer has rank 0 in this group.
 
         Raises:
             ServerError: If the server refuses, or its workers do not join, for example because they cannot reach this
@@ -514,7 +514,7 @@ def is_same_model(policy: str, model: dict[str, Any]) -> bool:
 
 
 def own_address(url: str) -> str:
-    """Address of this machine as seen from the server: the local address of a connection to the server.
+    """Address by which the server knows this machine. It is the local address of a connection to the server.
 
     Raises:
         UnavailableError: If the server cannot be reached.

@@ -1,4 +1,4 @@
-"""Uses several vLLM servers as one: balances and repeats requests, and handles servers that die and come back.
+"""Use several vLLM servers as one. `Servers` balances and repeats requests, and handles servers that die or come back.
 
 All servers get all weight updates. A completion does not depend on the server that samples it, because each request has
 its own seed. So a failed request can be repeated on any server with the same result.
@@ -76,7 +76,8 @@ class Pending:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
         All requests of a prompt go to one server, so that the prefix cache of this server computes the prompt once. A
-        new prompt goes to the server that works on the fewest requests; among equals, to the first in the list.
+        new prompt goes to the server that works on the fewest requests. If this is true of several servers, the prompt
+        goes to the first of them in the list.
         """
         kept = []
         for position, job in enumerate(self.waiting):
@@ -174,7 +175,8 @@ class Servers:
         A server that does not answer is left out, and gets the weights of the next update.
 
         Args:
-            groups: The groups of weights. They are iterated over only once: each group is sent to all servers.
+            groups: The groups of weights. The function iterates over them only once, and sends each group to all these
+                servers.
             version: Number of the update.
 
         Returns:
@@ -325,7 +327,10 @@ class Servers:
             pending.waiting.append(job)
 
     def judge(self, job: Job, server: Served, error: BaseException) -> None:
-        """Decide what to do after a failed request: stop using the server, or try the request again.
+        """Handle a failed request, which is then repeated.
+
+        If the server does not answer or has lost the weights, it is not used until it has the weights again. Otherwise,
+        the failure counts, and the request waits before it is repeated.
 
         Raises:
             BaseException: The error itself, if it is not temporary.
@@ -352,7 +357,7 @@ class Servers:
         job.due = time.monotonic() + seconds
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as the servers do when they look for stop strings; empty if the servers' texts differ."""
+        """Decode tokens as the servers do when they look for stop strings. Returns "" if the servers' texts differ."""
         texts = {server.decode(token_ids) for server in self.able or self.servers}
         return texts.pop() if len(texts) == 1 else ""
 

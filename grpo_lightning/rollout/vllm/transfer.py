@@ -1,9 +1,9 @@
 """Weight transfer to vLLM: backends that receive weights, and process groups through which the trainer sends them.
 
 vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends that
-do not need GPUs: `tensors` passes tensors within one process, and `gloo` broadcasts them over TCP. `gloo` and `nccl`
-use the same messages. With both backends, the server's workers wait for each tensor while the trainer broadcasts it.
-For these two backends, the trainer's code differs only in the process group.
+do not need GPUs. The backend `tensors` passes tensors within one process, and the backend `gloo` broadcasts tensors
+over TCP. `gloo` and `nccl` use the same messages. With both backends, the server's workers wait for each tensor while
+the trainer broadcasts it. For these two backends, the trainer's code differs only in the process group.
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
 """
@@ -134,7 +134,7 @@ def describe(group: list[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Register the backends `tensors` and `gloo` with vLLM; does nothing in releases without weight transfer."""
+    """Register the backends `tensors` and `gloo` with vLLM, if the release of vLLM supports weight transfer."""
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -242,7 +242,7 @@ class Reload:
 
 
 class InProcess(Reload):
-    """Backend `tensors`: the trainer's tensors themselves."""
+    """The backend `tensors`. The trainer passes its tensors themselves, within the same process."""
 
     update_info_cls = Tensors
 
@@ -252,14 +252,14 @@ class InProcess(Reload):
 
 
 class Broadcast(Reload):
-    """Backend `gloo`: each weight is broadcast by the trainer."""
+    """The backend `gloo`. The trainer broadcasts each weight."""
 
     init_info_cls = GroupInit
     update_info_cls = Announced
     group: GlooGroup | None = None
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
-        """Join the trainer's group; a resumed trainer opens a new one."""
+        """Join the trainer's group. A resumed trainer opens a new group."""
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
         address = init_info.master_address, init_info.master_port
@@ -286,7 +286,7 @@ def plain(name: str) -> str:
 
 
 def repack_heads(model: nn.Module) -> None:
-    """On a CPU, repack the weights of all vocabulary heads; vLLM does this only for heads that received weights.
+    """On a CPU, repack the weights of all vocabulary heads. vLLM itself repacks only heads that received weights.
 
     A head that is tied to the embeddings receives no weights, so its packed copy would keep the old values.
     """

@@ -1,4 +1,4 @@
-"""The policy's full weights in the form that vLLM loads: by checkpoint name, with LoRA adapters merged.
+"""Convert the policy's full weights to the form that vLLM loads, with checkpoint names and merged LoRA adapters.
 
 One decoder layer at a time, sharded weights are gathered, and adapters are merged out of place. The policy itself never
 changes, and no second copy of all weights exists.
@@ -75,8 +75,8 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
     Args:
         policy: The policy. The weight of an adapted layer is W + s B A, or W if the weights were gathered for the kind
             "base".
-        gathered: Result of `gathered_groups`. If it is None, this function gathers the weights for the kind "merged";
-            the policy must then not be sharded.
+        gathered: Result of `gathered_groups`. If it is None, this function gathers the weights for the kind "merged".
+            In this case, the policy must be unsharded.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -185,7 +185,7 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Hash this rank's shards of the parameters that one kind of weights depends on: one hash per dtype.
+    """Compute one hash per dtype over this rank's shards of the parameters that one kind of weights depends on.
 
     The kind "adapter" depends on A and B of the trained adapter, the kind "base" depends on all other parameters, and
     the kind "merged" depends on all parameters. If none of the hashed parameters has changed, each rank gets the same
@@ -201,11 +201,11 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
 
 
 def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Hash the bits of tensors: one hash per dtype, over all tensors of this dtype.
+    """Compute one hash per dtype, over the bits of all tensors of this dtype.
 
     The bits of each number are multiplied by a factor that depends on the number's position, and the products are
-    summed. In a sum without factors, small changes of several numbers, such as those of an optimizer step in 16 bits,
-    might cancel each other.
+    summed. Without factors, small changes of several numbers could cancel each other in the sum, for example after an
+    optimizer step in 16 bits.
     """
     found: dict[str, int] = {}
     by_device: dict[torch.device, Tensor] = {}
@@ -223,7 +223,7 @@ def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
 
 
 def factors(count: int, device: torch.device) -> Tensor:
-    """Odd pseudo-random numbers, the same in every call: int64 [count]. Products and sums wrap around at 2^64."""
+    """Odd pseudo-random numbers, int64 [count], the same in every call. Products and sums wrap around at 2^64."""
     numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
     numbers ^= numbers >> 29
     numbers *= -4658895280553007687
