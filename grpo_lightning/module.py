@@ -556,9 +556,10 @@ class GRPOLightningModule(L.LightningModule):
         # with images and sharded weights, all ranks run the vision tower together
         if ranks.any_over_ranks(bool(lacking)):
             chosen = [prompts[i] for i in lacking]
-            groups = self.group_source
             chosen_seeds = [seeds[i] for i in lacking]
-            sample = groups.prepare(chosen, self.num_generations, self.sampling, chosen_seeds, in_flight.report)
+            sample = self.group_source.prepare(
+                chosen, self.num_generations, self.sampling, chosen_seeds, in_flight.report
+            )
             if chosen:
                 in_flight.request(chosen, sample, self.run.rollout_index)
 

@@ -267,7 +267,7 @@ class LocalEngine(RolloutEngine):
         own = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
         rows: list[SampledRow] = []
         groups = SampledGroups(len(part), self.completions, on_group)
-        kept = KeptStates(turns) if turns is not None and self.path == "shared" else None
+        kept_states = KeptStates(turns) if turns is not None and self.path == "shared" else None
         waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision, 0, own), self.max_rows)
         with evaluating(self.policy), self.weights() as lockstep, self.quick_steps(sampling.max_completion_length):
             num_waves = lockstep.num_waves(waiting.num_waves)
@@ -278,7 +278,7 @@ class LocalEngine(RolloutEngine):
                     groups.report_ended(rows)
             elif num_waves:
                 lengths = {sampling.max_completion_length} if limits is None else lockstep.union(limits)
-                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups, lengths, kept)
+                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups, lengths, kept_states)
         return groups.finish(rows)
 
     @contextlib.contextmanager
@@ -380,8 +380,8 @@ class LocalEngine(RolloutEngine):
                 joining = waiting.none
                 if rows is not None:
                     rows.has_ended |= sampled.ended_rows()  # [rows]
-                    kept = rows.unfinished_rows(sampler.look(rows.has_ended), step)
-                    rows, joining = self.leave(rows, kept, step, waiting, sampled, groups, kept_states)
+                    unfinished = rows.unfinished_rows(sampler.look(rows.has_ended), step)
+                    rows, joining = self.leave(rows, unfinished, step, waiting, sampled, groups, kept_states)
                 decodes, prefills = lockstep.agree(rows is not None, bool(joining.prompts))
                 if not (decodes or prefills):
                     break
@@ -424,7 +424,7 @@ class LocalEngine(RolloutEngine):
     def leave(
         self,
         rows: OpenRows,
-        kept: list[int],
+        unfinished: list[int],
         step: int,
         waiting: WaitingPrompts,
         sampled: SampledRows,
@@ -440,7 +440,7 @@ class LocalEngine(RolloutEngine):
 
         Args:
             rows: The open rows.
-            kept: Indices of the open rows that have neither ended nor reached the maximum length.
+            unfinished: Indices of the open rows that have neither ended nor reached the maximum length.
             step: The decoding step whose tokens were sampled last.
             waiting: The prompts that wait for rows. The prompts that join are taken from them.
             sampled: Where the tokens of rows that leave are stored.
@@ -450,19 +450,19 @@ class LocalEngine(RolloutEngine):
         Returns:
             The remaining open rows, or None if there are none; and the prompts that join.
         """
-        num_ended = len(rows.start) - len(kept)
+        num_ended = len(rows.start) - len(unfinished)
         if groups.on_group is not None and num_ended > rows.num_ended:
             sampled.store(rows.index)
             groups.report_ended(sampled.rows)
         rows.num_ended = num_ended
         least = LEAST_ENDED.get(rows.history.device.type, 0.25) * len(rows.start)
-        if not num_ended or (kept and min(rows.end) > step + 1 and num_ended < least):
+        if not num_ended or (unfinished and min(rows.end) > step + 1 and num_ended < least):
             return rows, waiting.none
         sampled.store(rows.index)
         if kept_states is not None:
-            kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
-        joining = waiting.take(len(kept)) if self.path == "shared" or not kept else waiting.none
-        return (rows.select(pack_rows(kept)) if kept else None), joining
+            kept_states.keep(rows, set(range(len(rows.start))) - set(unfinished), sampled, waiting.wave)
+        joining = waiting.take(len(unfinished)) if self.path == "shared" or not unfinished else waiting.none
+        return (rows.select(pack_rows(unfinished)) if unfinished else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
         """Run the policy on the tokens of a decoding step, to get the next logits; without rows, run a dummy token."""
