@@ -315,7 +315,7 @@ class Objective:
         check_objective(self)
 
     def resolve(self, *, is_off_policy: bool) -> Objective:
-        """Replace the `rollout_correction` "auto" by the correction that the run needs, or by "none".
+        """Replace the `rollout_correction` "auto" by the correction that the run needs; keep "auto" if it needs none.
 
         Args:
             is_off_policy: True if the weights that sample the completions are older than the weights that compute the
