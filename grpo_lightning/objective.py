@@ -459,7 +459,7 @@ class Objective:
         loss = surrogate_of(self).loss(self, tokens)  # [B, T] or [B, 1]
         if self.selection == "high_entropy":
             loss = torch.where(tokens.selected, loss, 0.0)
-        correction = self._correction(logprobs, batch)
+        correction = self._correction(tokens, batch)
         if correction is not None:
             loss = torch.where(mask, loss, 0.0) * correction.factor
         kl, kl_clamped = torch.zeros_like(logprobs), None  # [B, T]
@@ -533,19 +533,17 @@ class Objective:
         choices = {"level": level, "outside": outside, "low": low, "high": high}
         return rollout_weights(old_logprobs, batch.rollout_logprobs, batch.completion_mask, **choices)
 
-    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> Correction | None:
+    def _correction(self, tokens: Tokens, batch: MicroBatch) -> Correction | None:
         """Off-policy correction of the policy loss; None if not configured."""
-        assert batch.old_logprobs is not None
-        mask = batch.completion_mask
+        mask, weight = tokens.mask, tokens.rollout_weights
         kept = torch.ones_like(mask)
         if (threshold := self.off_policy_threshold) is not None:
-            advantages = batch.token_advantages
-            kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
-            kept = kept.expand_as(mask)
-        weight, unbounded = (self._rollout_weights(batch.old_logprobs, batch, bounded=b) for b in (True, False))
-        if weight is None or unbounded is None:
-            factor = (kept & mask).to(logprobs.dtype)
+            advantages = tokens.advantages
+            kept = keeps_sequence(tokens.logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
+        if weight is None:
+            factor = (kept & mask).to(tokens.logprobs.dtype)
             return None if threshold is None else Correction(factor, factor, ~kept & mask)
+        unbounded = self._rollout_weights(tokens.old_logprobs, batch, bounded=False)
         is_folded = surrogate_of(self).folds_rollout_weights
         factor = kept & mask if is_folded else weight * (kept & mask)
         return Correction(factor, weight * (kept & mask), ((weight != unbounded) | ~kept) & mask)
