@@ -25,6 +25,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from grpo_lightning.core import ranks
@@ -274,7 +275,7 @@ class LocalEngine(RolloutEngine):
             if self.path == "generate":
                 # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
                 for _ in range(num_waves):
-                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep, progress)
+                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep)
                     groups.report_ended(rows)
             elif num_waves:
                 lengths = {sampling.max_completion_length} if limits is None else lockstep.union(limits)
@@ -558,13 +559,7 @@ class LocalEngine(RolloutEngine):
             outputs = self.policy(**arguments)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
-    def decode_with_generate(
-        self,
-        wave: Wave,
-        sampling: SamplingParams,
-        lockstep: Lockstep,
-        progress: Progress | None,
-    ) -> list[SampledRow]:
+    def decode_with_generate(self, wave: Wave, sampling: SamplingParams, lockstep: Lockstep) -> list[SampledRow]:
         """Decode one wave with transformers' `generate`, for models whose prefill cannot be used by G completions."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         length = prompt_ids.shape[1]
@@ -602,11 +597,22 @@ class LocalEngine(RolloutEngine):
             )
         if not wave.prompts:
             return []
-        tokens = sequences[:, length:]
+        return self.cut_at_stop(sequences[:, length:], steps, wave, sampler.stop_strings)
+
+    def cut_at_stop(
+        self, tokens: Tensor, steps: list[SampledTokens], wave: Wave, strings: StopStringCriteria | None
+    ) -> list[SampledRow]:
+        """Cut each row after its first stop token or stop string, or at its limit if that comes first.
+
+        Args:
+            tokens: [rows, T] ids that `generate` returned; rows that ended earlier are padded.
+            steps: T samples, with the log-probs and entropies of these tokens.
+            wave: The prompts of the rows, and their limits.
+            strings: Finds the rows that end with a stop string; None if there are no stop strings.
+        """
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
         sampled: list[SampledRow] = []
-        strings = sampler.stop_strings
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1
