@@ -513,7 +513,7 @@ class GRPOLightningModule(L.LightningModule):
         excluded = self.are_excluded(groups).view_as(rewards)
         if self.conversations is not None:
             self.conversations.add_turn_credit(groups, excluded)
-        # `score_rewards` has excluded these completions already, but a subclass's own need not.
+        # The module's own `score_rewards` has excluded these completions already, but an override of it need not.
         return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
 
     def are_excluded(self, groups: Sequence[Group]) -> Tensor:
