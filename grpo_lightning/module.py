@@ -429,6 +429,7 @@ class GRPOLightningModule(L.LightningModule):
         with seeded_dropout(self.policy, run_seed(self.seed), "dropout", ranks.rank(), position):
             tokens = self.actor.token_logprobs(batch, trains_entropy=self.objective.trains_entropy)
         if batch.old_logprobs is None:
+            # Before the first update, the current policy is the old policy (see `Actor.add_old_logprobs`).
             batch.old_logprobs = tokens.logprobs.detach()
         terms = self.objective(
             tokens.logprobs,
@@ -491,6 +492,14 @@ class GRPOLightningModule(L.LightningModule):
             if self.overlong_filter != "none":
                 mask_truncated(rollout.groups)
             rollout = self.score_rewards(rollout)
+        return self._finish_rewards(rollout)
+
+    def _finish_rewards(self, rollout: Rollout) -> Rollout:
+        """Check and log the result of `score_rewards`, subtract the KL, add turn credit, and exclude completions.
+
+        Raises:
+            ValueError: If `score_rewards` did not return one reward per completion.
+        """
         groups = rollout.groups
         rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
         scores = Scores.of_totals(rewards) if rollout.scores is None else rollout.scores
@@ -499,12 +508,13 @@ class GRPOLightningModule(L.LightningModule):
         add_scores(self.metrics, scores)
         if len(self.sources) > 1:
             add_sources(self.metrics, groups, scores)
-        if self.reference is not None and self.objective.has_kl_reward:
+        if self.objective.has_kl_reward:
             self.add_ref_logprobs(rollout)
             rewards = rewards - self.objective.beta * kl_to_reference(groups).view_as(rewards)
         excluded = self.are_excluded(groups).view_as(rewards)
         if self.conversations is not None:
             self.conversations.add_turn_credit(groups, excluded)
+        # The module's own `score_rewards` has excluded these completions already, but an override of it need not.
         return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
 
     def are_excluded(self, groups: Sequence[Group]) -> Tensor:
@@ -567,9 +577,10 @@ class GRPOLightningModule(L.LightningModule):
         # with images and sharded weights, all ranks run the vision tower together
         if ranks.any_over_ranks(bool(lacking)):
             chosen = [prompts[i] for i in lacking]
-            groups = self.group_source
             chosen_seeds = [seeds[i] for i in lacking]
-            sample = groups.prepare(chosen, self.num_generations, self.sampling, chosen_seeds, in_flight.report)
+            sample = self.group_source.prepare(
+                chosen, self.num_generations, self.sampling, chosen_seeds, in_flight.report
+            )
             if chosen:
                 in_flight.request(chosen, sample, self.run.rollout_index)
 

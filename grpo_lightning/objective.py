@@ -319,7 +319,7 @@ class Objective:
         check_objective(self)
 
     def resolve(self, *, is_off_policy: bool) -> Objective:
-        """Replace the `rollout_correction` "auto" by the correction that the run needs, or by "none".
+        """Replace the `rollout_correction` "auto" by the correction that the run needs; keep "auto" if it needs none.
 
         Args:
             is_off_policy: True if the weights that sample the completions are older than the weights that compute the
@@ -451,32 +451,28 @@ class Objective:
             ValueError: If the objective has a `selection`, and the batch has no selected tokens.
             ValueError: If `trains_entropy` is True, and no entropy is given.
         """
+        surrogate, selection = surrogate_of(self), self.selection
         if batch.old_logprobs is None:
             raise ValueError("The micro-batch has no old_logprobs; set them before computing the objective.")
-        if self.selection is not None and batch.selected is None:
+        if selection is not None and batch.selected is None:
             raise ValueError(
-                f"The micro-batch has no selected tokens, which the objective needs ({self.selection}); set `selected` "
+                f"The micro-batch has no selected tokens, which the objective needs ({selection}); set `selected` "
                 "of all micro-batches of the optimizer step (training.token_selection.select_tokens)."
             )
+        if self.trains_entropy and entropy is None:
+            raise ValueError("objective.entropy_coefficient is set, but no entropy was given; pass `entropy`.")
         mask = batch.completion_mask  # [B, T]
         tokens = self._tokens(logprobs, batch)
-        ratio = tokens.ratio  # [B, T] or [B, 1]
-        loss = surrogate_of(self).loss(self, tokens)  # [B, T] or [B, 1]
-        if self.selection == "high_entropy":
+        loss = surrogate.loss(self, tokens)  # [B, T] or [B, 1]
+        if selection == "high_entropy":
             loss = torch.where(tokens.selected, loss, 0.0)
-        correction = self._correction(logprobs, batch)
+        correction = self._correction(tokens, batch, surrogate)
         if correction is not None:
             loss = torch.where(mask, loss, 0.0) * correction.factor
-        kl, kl_clamped = torch.zeros_like(logprobs), None  # [B, T]
-        if batch.ref_logprobs is not None:
-            kl = kl_divergence(logprobs, batch.ref_logprobs, mask, estimator=self.kl)
-            kl_clamped = is_k3_clamped(kl.detach()) if self.kl == "k3" else None
-            if self.importance_corrected_kl:
-                kl = ratio * kl
-            if self.has_kl_loss:
-                loss = loss + self.beta * kl
-        knows_clipped = surrogate_of(self).knows_clipped
-        clipped_low, clipped_high = self._find_clipped(tokens) if knows_clipped else (None, None)  # [B, T] each
+        kl, kl_clamped = self._token_kl(tokens, batch.ref_logprobs)  # [B, T] each
+        if self.has_kl_loss and batch.ref_logprobs is not None:
+            loss = loss + self.beta * kl
+        clipped_low, clipped_high = self._find_clipped(tokens, surrogate) if surrogate.knows_clipped else (None, None)
         mean = functools.partial(
             aggregate,
             mask=mask,
@@ -486,15 +482,14 @@ class Objective:
         )
         total = mean(loss.expand_as(mask), by=self.aggregate)  # scalar
         if self.trains_entropy:
-            if entropy is None:
-                raise ValueError("objective.entropy_coefficient is set, but no entropy was given; pass `entropy`.")
+            assert entropy is not None
             total = total - self.entropy_coefficient * mean(entropy, by="token")
         return ObjectiveTerms(
             loss=total if router_loss is None else total + router_loss,
             kl=kl.detach(),
             clipped_low=clipped_low,
             clipped_high=clipped_high,
-            ratio=ratio.detach().expand_as(mask) * mask,
+            ratio=tokens.ratio.detach().expand_as(mask) * mask,
             rollout_weight=None if correction is None else correction.weight,
             is_corrected=None if correction is None else correction.is_corrected,
             ratio_clamped=is_ratio_clamped(logprobs, batch.old_logprobs, mask, level=self.ratio),
@@ -512,10 +507,10 @@ class Objective:
         Returns:
             Two [B, T] bool; False everywhere if the surrogate is your own function.
         """
-        return self._find_clipped(self._tokens(logprobs.detach(), batch))
+        return self._find_clipped(self._tokens(logprobs.detach(), batch), surrogate_of(self))
 
-    def _find_clipped(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        low, high = surrogate_of(self).clipped(self, tokens)
+    def _find_clipped(self, tokens: Tokens, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
+        low, high = surrogate.clipped(self, tokens)
         return low.expand_as(tokens.mask) & tokens.mask, high.expand_as(tokens.mask) & tokens.mask
 
     def _tokens(self, logprobs: Tensor, batch: MicroBatch) -> Tokens:
@@ -538,21 +533,26 @@ class Objective:
         choices = {"level": level, "outside": outside, "low": low, "high": high}
         return rollout_weights(old_logprobs, batch.rollout_logprobs, batch.completion_mask, **choices)
 
-    def _correction(self, logprobs: Tensor, batch: MicroBatch) -> Correction | None:
+    def _token_kl(self, tokens: Tokens, ref_logprobs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """KL to the reference, with gradients, and where k3 was clipped: `kl` and `kl_clamped` of `ObjectiveTerms`."""
+        if ref_logprobs is None:
+            return torch.zeros_like(tokens.logprobs), None
+        kl = kl_divergence(tokens.logprobs, ref_logprobs, tokens.mask, estimator=self.kl)
+        is_clamped = is_k3_clamped(kl.detach()) if self.kl == "k3" else None
+        return tokens.ratio * kl if self.importance_corrected_kl else kl, is_clamped
+
+    def _correction(self, tokens: Tokens, batch: MicroBatch, surrogate: Surrogate) -> Correction | None:
         """Off-policy correction of the policy loss; None if not configured."""
-        assert batch.old_logprobs is not None
-        mask = batch.completion_mask
+        mask, weight = tokens.mask, tokens.rollout_weights
         kept = torch.ones_like(mask)
         if (threshold := self.off_policy_threshold) is not None:
-            advantages = batch.token_advantages
-            kept = keeps_sequence(logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
-            kept = kept.expand_as(mask)
-        weight, unbounded = (self._rollout_weights(batch.old_logprobs, batch, bounded=b) for b in (True, False))
-        if weight is None or unbounded is None:
-            factor = (kept & mask).to(logprobs.dtype)
+            advantages = tokens.advantages
+            kept = keeps_sequence(tokens.logprobs, batch.rollout_logprobs, mask, advantages, threshold=threshold)
+        if weight is None:
+            factor = (kept & mask).to(tokens.logprobs.dtype)
             return None if threshold is None else Correction(factor, factor, ~kept & mask)
-        is_folded = surrogate_of(self).folds_rollout_weights
-        factor = kept & mask if is_folded else weight * (kept & mask)
+        unbounded = self._rollout_weights(tokens.old_logprobs, batch, bounded=False)
+        factor = kept & mask if surrogate.folds_rollout_weights else weight * (kept & mask)
         return Correction(factor, weight * (kept & mask), ((weight != unbounded) | ~kept) & mask)
 
 

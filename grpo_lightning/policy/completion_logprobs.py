@@ -129,7 +129,7 @@ class Scorer:
         parts = self.parts(batch)
         if len(parts) == 1 and parts[0].batch is batch:
             return self._score(model, batch, head, routers)
-        scores = [part.scorer._score(model, part.batch, head, routers) for part in parts]
+        by_part = [part.scorer._score(model, part.batch, head, routers) for part in parts]
         width = batch.completion_ids.shape[1]
         # Dummy completions come last. They are then dropped, so that they get no gradient.
         order = sorted(range(len(parts)), key=lambda i: not parts[i].rows)
@@ -139,10 +139,10 @@ class Scorer:
             padded = [nn.functional.pad(values[i], (0, width - values[i].shape[1])) for i in order]
             return torch.cat(padded)[original_order]
 
-        loads = [each.load for each in scores if each.load is not None]
+        loads = [each.load for each in by_part if each.load is not None]
         return TokenLogprobs(
-            join([each.logprobs for each in scores]),
-            join([each.entropy for each in scores]),
+            join([each.logprobs for each in by_part]),
+            join([each.entropy for each in by_part]),
             total_load(loads) if loads else None,
         )
 
@@ -175,18 +175,18 @@ class Scorer:
         is_recomputed = self.checkpoint_chunks and torch.is_grad_enabled()
         chunks = self.chunks(batch)
         outputs = [checkpoint(score, rows, use_reentrant=False) if is_recomputed else score(rows) for rows in chunks]
-        scored = [scores for scores, _ in outputs]
+        scored = [values for values, _ in outputs]
         count, width = batch.completion_ids.shape
         # Chunks beyond the number of completions only run the shortest completion again; their routing is not counted.
         loads = [load for load in (prompt_load, *(load for _, load in outputs[:count])) if load is not None]
-        scores = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
+        values = torch.cat([nn.functional.pad(chunk, (0, 0, 0, width - chunk.shape[1])) for chunk in scored])
         if chunks[0] is not None:
             # Rows that were repeated to get enough chunks come last. They are then dropped, so they get no gradient.
             original_order = torch.cat(chunks)[:count].argsort()  # type: ignore[arg-type]
-            scores = scores[original_order]
-        scores = torch.where(batch.attention_mask[..., None], scores, scores.new_zeros(()))
-        entropy = scores[..., 1] if trains_entropy else scores[..., 1].detach()
-        return TokenLogprobs(scores[..., 0], entropy, total_load(loads) if loads else None)
+            values = values[original_order]
+        values = torch.where(batch.attention_mask[..., None], values, values.new_zeros(()))
+        entropy = values[..., 1] if trains_entropy else values[..., 1].detach()
+        return TokenLogprobs(values[..., 0], entropy, total_load(loads) if loads else None)
 
     def head(self, temperature: float) -> FullHead | SlicedHead:
         """Make the vocabulary head, full or sliced."""
@@ -564,11 +564,11 @@ def extended_chunks(
             "use_cache": True,
         } | known_arguments(model, cache=prefix.extend(prompt_of), position_ids=positions)
         with recording(routers) as routed:
-            scores = head.score(model, arguments, align, ids, mask)
+            values = head.score(model, arguments, align, ids, mask)
         if routers is None:
-            return scores, None
+            return values, None
         weights = nn.functional.pad(completion_weights(batch, rows, mask), (0, max(0, queries - width)))[:, :queries]
-        return scores, routers.load(routed, weights)
+        return values, routers.load(routed, weights)
 
     return score, prompt_load
 
@@ -642,12 +642,12 @@ def dense_chunks(
         arguments = known_arguments(model, **continued, logits_to_keep=width + 1, use_cache=False)
         arguments |= {"input_ids": inputs, "attention_mask": seen.long()}
         with showing(model, vision) as images, recording(routers) as routed:
-            scores = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
+            values = head.score(model, arguments | images, lambda states: states[:, -width - 1 : -1], ids, mask)
         if routers is None:
-            return scores, None
+            return values, None
         of_prompts = expand_to_rows(batch.prompt_mask, prompt_of) & is_trained(batch, rows)
         weights = torch.cat([of_prompts, completion_weights(batch, rows, mask)], 1)
-        return scores, routers.load(routed, weights)
+        return values, routers.load(routed, weights)
 
     return score, None
 
@@ -736,7 +736,7 @@ class FullHead:
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
         """Score all tokens at once, including padding."""
         logits = aligned(model(**inputs).logits)
-        return token_scores(logits, ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
+        return token_values(logits, ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
 
 
 @dataclass
@@ -772,39 +772,39 @@ class SlicedHead:
         return (states / self.scale).to(dtypes[0])  # type: ignore[no-any-return]
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
-        """Score the tokens slice by slice. The model's code after the head gets the scores instead of logits."""
+        """Score the tokens slice by slice. The model's code after the head gets the results instead of logits."""
 
         def score_slices(logits: Logits, hidden: Tensor) -> Tensor:
-            places = mask.flatten().nonzero()[:, 0]
+            real_tokens = mask.flatten().nonzero()[:, 0]
             slices = zip(
-                aligned(hidden).flatten(0, 1).index_select(0, places).split(self.chunk_size),
-                ids.flatten().index_select(0, places).split(self.chunk_size),
+                aligned(hidden).flatten(0, 1).index_select(0, real_tokens).split(self.chunk_size),
+                ids.flatten().index_select(0, real_tokens).split(self.chunk_size),
                 strict=True,
             )
             # With more than one slice, no logits are kept for the backward pass.
-            is_recomputed = len(places) > self.chunk_size and torch.is_grad_enabled()
+            is_recomputed = len(real_tokens) > self.chunk_size and torch.is_grad_enabled()
             score = self.score_slice
             if is_recomputed:
                 drops = any(isinstance(part, nn.Dropout) and part.p for part in model.modules())  # head included
                 score = functools.partial(checkpoint, score, use_reentrant=False, preserve_rng_state=drops)
-            scores = torch.cat([score(logits, *part) for part in slices])
-            scattered = scores.new_zeros(mask.numel(), 2).index_copy(0, places, scores)
+            values = torch.cat([score(logits, *part) for part in slices])
+            scattered = values.new_zeros(mask.numel(), 2).index_copy(0, real_tokens, values)
             return scattered.view(*mask.shape, 2).clone()  # a copy, because sharded models warn about views
 
         with head_replaced(model, score_slices, self.scale):
-            scores = model(**inputs).logits
-        return scores / self.scale  # type: ignore[no-any-return]
+            values = model(**inputs).logits
+        return values / self.scale  # type: ignore[no-any-return]
 
     def score_slice(self, logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
         """Compute the [S, 2] log-probs and entropies of a slice of tokens [S] with hidden states [S, H]."""
-        return token_scores(logits(hidden), ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
+        return token_values(logits(hidden), ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
 
 
 NO_CHANCE = -1e4
 """Logit of tokens that are never sampled. It is finite, but their probability is 0 in float32."""
 
 
-def token_scores(
+def token_values(
     logits: Tensor, ids: Tensor, temperature: float, never: Sequence[int] = (), *, trains_entropy: bool = False
 ) -> Tensor:
     """[..., 2] log-prob and entropy of tokens [...] under logits [..., V], with the tokens `never` excluded.
@@ -840,9 +840,9 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
     cap = settings.get("final_logit_softcapping")
 
     def logits(hidden: Tensor) -> Tensor:
-        scores: Tensor = run(hidden)
-        scores = scores if scale == 1 else scores * scale
-        return scores if cap is None else torch.tanh(scores / cap) * cap
+        uncapped: Tensor = run(hidden)
+        uncapped = uncapped if scale == 1 else uncapped * scale
+        return uncapped if cap is None else torch.tanh(uncapped / cap) * cap
 
     head.forward = functools.partial(forward, logits)
     if cap is not None:

@@ -67,8 +67,8 @@ def dense_reason(model: nn.Module) -> str | None:
 def probe_difference(model: nn.Module, one: Scorer, other: Scorer) -> Tensor:
     """Absolute difference of two scorers' log-probs, for the completion tokens of `probe_batch`: [tokens], nats."""
     batch = probe_batch(model)
-    scores = [scorer(model, batch, temperature=1.0).logprobs for scorer in (one, other)]
-    return (scores[0] - scores[1]).abs()[batch.attention_mask]
+    logprobs = [scorer(model, batch, temperature=1.0).logprobs for scorer in (one, other)]
+    return (logprobs[0] - logprobs[1]).abs()[batch.attention_mask]
 
 
 def probe_batch(model: nn.Module) -> MicroBatch:

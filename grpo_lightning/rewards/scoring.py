@@ -499,6 +499,33 @@ class CallContext:
     """The run's limit on the length of a completion, in tokens; None means no limit."""
 
 
+@dataclass
+class ArgumentLists:
+    """Makes the lists of a reward call: one element per completion, or per group if the reward is `per_group`."""
+
+    groups: Sequence[Group]
+    """N groups of G completions."""
+
+    per_group: bool
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return len(self.groups[0].completions)
+
+    def per_prompt(self, values: list[T]) -> list[T]:
+        """[N] values of the prompts, each repeated for the completions of its prompt, unless `per_group`."""
+        return values if self.per_group else [value for value in values for _ in range(self.group_size)]
+
+    def per_completion(self, read: Callable[[Group, Completion], T]) -> list[T] | list[list[T]]:
+        """The values that `read` returns for the completions: flat, or [N][G] if `per_group`."""
+        return self.in_form([[read(group, completion) for completion in group.completions] for group in self.groups])
+
+    def in_form(self, rows: list[list[T]]) -> list[T] | list[list[T]]:
+        """Values [N][G], flat unless `per_group`."""
+        return rows if self.per_group else list(itertools.chain.from_iterable(rows))
+
+
 def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallContext) -> dict[str, Any]:
     """Build the keyword arguments of a reward call, except the logging functions.
 
@@ -509,37 +536,51 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         groups: N groups of G completions.
         context: Arguments shared by all completions.
     """
-    group_size = len(groups[0].completions)
-
-    def per_prompt(values: list[T]) -> list[T]:
-        return values if reward.per_group else [value for value in values for _ in range(group_size)]
-
-    def in_form(rows: list[list[T]]) -> list[T] | list[list[T]]:
-        return rows if reward.per_group else list(itertools.chain.from_iterable(rows))
-
-    def per_completion(read: Callable[[Group, Completion], T]) -> list[T] | list[list[T]]:
-        return in_form([[read(group, completion) for completion in group.completions] for group in groups])
-
+    lists = ArgumentLists(groups, reward.per_group)
     prompts = [group.prompt for group in groups]
-    columns = {name: per_prompt([prompt.columns.get(name) for prompt in prompts]) for name in context.columns}
-    prompts_given = per_prompt([p.content if isinstance(p.content, str) else list(p.content) for p in prompts])
-    ids = per_completion(lambda _, completion: list(completion.token_ids))
-    reasons = per_completion(lambda _, completion: completion.finish_reason)
+    contract = {
+        "prompts": lists.per_prompt([p.content if isinstance(p.content, str) else list(p.content) for p in prompts]),
+        "completions": lists.per_completion(lambda group, completion: _in_form(reward, group, completion)),
+        "completion_ids": lists.per_completion(lambda _, completion: list(completion.token_ids)),
+        "finish_reasons": lists.per_completion(lambda _, completion: completion.finish_reason),
+        "image_views": lists.per_prompt([list(group.image_views) for group in groups]),
+        "max_completion_length": context.max_completion_length,
+        "trainer_state": context.trainer_state,
+    }
+    columns = {name: lists.per_prompt([prompt.columns.get(name) for prompt in prompts]) for name in context.columns}
+    aliases = alias_arguments(reward, lists, contract)
+    first = {name: aliases[name] for name in ORM_ALIASES} if reward.is_orm else {}
+    if reward.names("images"):  # not through `**kwargs`, because the images would be sent to the worker
+        in_column = [prompt.columns.get("images") for prompt in prompts]  # None in the rows of some of several datasets
+        pairs = zip(in_column, prompts, strict=True)
+        first["images"] = lists.per_prompt([list(p.images) if value is None else value for value, p in pairs])
+    return reward.select(aliases | columns | first | contract)
+
+
+def alias_arguments(reward: WeightedReward, lists: ArgumentLists, contract: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the arguments in `ALIASES` except "images"; those of conversations only if the reward gets them.
+
+    Args:
+        reward: The reward.
+        lists: Makes the lists of the call.
+        contract: The arguments in `CONTRACT`; lists that an alias repeats are shared, not copied.
+    """
+    groups, prompts = lists.groups, [group.prompt for group in lists.groups]
     names = [f"{prompt.source}/{prompt.index}" for prompt in prompts]
     sources = [[image.source for image in prompt.images] for prompt in prompts]
-    paths = per_prompt([[str(path) if isinstance(path, Path) else None for path in of_row] for of_row in sources])
+    paths = lists.per_prompt([[str(path) if isinstance(path, Path) else None for path in of_row] for of_row in sources])
     aliases: dict[str, Any] = {
-        "completions_ids": ids,
-        "response_token_ids": ids,
-        "messages": per_completion(_messages),
-        "finish_reason": reasons,
-        "is_truncated": per_completion(lambda _, completion: completion.is_truncated),
-        "prompt_id": per_prompt(names),
-        "request_id": in_form([[f"{name}/{g}" for g in range(group_size)] for name in names]),
-        "rollout_infos": per_completion(lambda *_: {}),
+        "completions_ids": contract["completion_ids"],
+        "response_token_ids": contract["completion_ids"],
+        "messages": lists.per_completion(_messages),
+        "finish_reason": contract["finish_reasons"],
+        "is_truncated": lists.per_completion(lambda _, completion: completion.is_truncated),
+        "prompt_id": lists.per_prompt(names),
+        "request_id": lists.in_form([[f"{name}/{g}" for g in range(lists.group_size)] for name in names]),
+        "rollout_infos": lists.per_completion(lambda *_: {}),
         "image_path": [of_row or None for of_row in paths],
-        "image_grid_thw": per_prompt([_image_grid(group) for group in groups]),
-        "problem": per_prompt([_question(prompt) for prompt in prompts]),
+        "image_grid_thw": lists.per_prompt([_image_grid(group) for group in groups]),
+        "problem": lists.per_prompt([_question(prompt) for prompt in prompts]),
     }
     of_conversations: dict[str, Callable[[Group, Completion], Any]] = {
         "turns": lambda _, completion: completion.turns,
@@ -555,26 +596,8 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
         # `environments` is passed only to rewards that name it, not through `**kwargs`. The objects must be unpickled
         # for the call, and pickled again for a worker, which takes time.
         if reward.names(name) or (has_turns and name != "environments"):
-            aliases[name] = per_completion(read)
-    first = {name: aliases[name] for name in ORM_ALIASES} if reward.is_orm else {}
-    if reward.names("images"):  # not through `**kwargs`, because the images would be sent to the worker
-        in_column = [prompt.columns.get("images") for prompt in prompts]  # None in the rows of some of several datasets
-        pairs = zip(in_column, prompts, strict=True)
-        first["images"] = per_prompt([list(p.images) if value is None else value for value, p in pairs])
-    return reward.select(
-        aliases
-        | columns
-        | first
-        | {
-            "prompts": prompts_given,
-            "completions": per_completion(lambda group, completion: _in_form(reward, group, completion)),
-            "completion_ids": ids,
-            "finish_reasons": reasons,
-            "image_views": per_prompt([list(group.image_views) for group in groups]),
-            "max_completion_length": context.max_completion_length,
-            "trainer_state": context.trainer_state,
-        }
-    )
+            aliases[name] = lists.per_completion(read)
+    return aliases
 
 
 def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> tuple[dict[str, Any], int]:

@@ -30,6 +30,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from grpo_lightning.core import ranks
@@ -272,18 +273,18 @@ class LocalEngine(RolloutEngine):
         own = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
         rows: list[SampledRow] = []
         groups = SampledGroups(len(part), self.completions, on_group)
-        kept = KeptStates(turns) if turns is not None and self.path == "shared" else None
+        kept_states = KeptStates(turns) if turns is not None and self.path == "shared" else None
         waiting = WaitingPrompts(Wave(prompts, seeds, num_generations, part, vision, 0, own), self.max_rows)
         with evaluating(self.policy), self.weights() as lockstep, self.quick_steps(sampling.max_completion_length):
             num_waves = lockstep.num_waves(waiting.num_waves)
             if self.path == "generate":
                 # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
                 for _ in range(num_waves):
-                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep, progress)
+                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep)
                     groups.report_ended(rows)
             elif num_waves:
                 lengths = {sampling.max_completion_length} if limits is None else lockstep.union(limits)
-                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups, lengths, kept)
+                rows = self.decode(waiting, num_waves, sampling, lockstep, progress, groups, lengths, kept_states)
         return groups.finish(rows)
 
     @contextlib.contextmanager
@@ -385,8 +386,8 @@ class LocalEngine(RolloutEngine):
                 joining = waiting.none
                 if rows is not None:
                     rows.has_ended |= sampled.ended_rows()  # [rows]
-                    kept = rows.unfinished_rows(sampler.look(rows.has_ended), step)
-                    rows, joining = self.leave(rows, kept, step, waiting, sampled, groups, kept_states)
+                    unfinished = rows.unfinished_rows(sampler.look(rows.has_ended), step)
+                    rows, joining = self.leave(rows, unfinished, step, waiting, sampled, groups, kept_states)
                 decodes, prefills = lockstep.agree(rows is not None, bool(joining.prompts))
                 if not (decodes or prefills):
                     break
@@ -429,7 +430,7 @@ class LocalEngine(RolloutEngine):
     def leave(
         self,
         rows: OpenRows,
-        kept: list[int],
+        unfinished: list[int],
         step: int,
         waiting: WaitingPrompts,
         sampled: SampledRows,
@@ -445,7 +446,7 @@ class LocalEngine(RolloutEngine):
 
         Args:
             rows: The open rows.
-            kept: Indices of the open rows that have neither ended nor reached the maximum length.
+            unfinished: Indices of the open rows that have neither ended nor reached the maximum length.
             step: The decoding step whose tokens were sampled last.
             waiting: The prompts that wait for rows. The prompts that join are taken from them.
             sampled: Where the tokens of rows that leave are stored.
@@ -455,19 +456,19 @@ class LocalEngine(RolloutEngine):
         Returns:
             The remaining open rows, or None if there are none; and the prompts that join.
         """
-        num_ended = len(rows.start) - len(kept)
+        num_ended = len(rows.start) - len(unfinished)
         if groups.on_group is not None and num_ended > rows.num_ended:
             sampled.store(rows.index)
             groups.report_ended(sampled.rows)
         rows.num_ended = num_ended
         least = LEAST_ENDED.get(rows.history.device.type, 0.25) * len(rows.start)
-        if not num_ended or (kept and min(rows.end) > step + 1 and num_ended < least):
+        if not num_ended or (unfinished and min(rows.end) > step + 1 and num_ended < least):
             return rows, waiting.none
         sampled.store(rows.index)
         if kept_states is not None:
-            kept_states.keep(rows, set(range(len(rows.start))) - set(kept), sampled, waiting.wave)
-        joining = waiting.take(len(kept)) if self.path == "shared" or not kept else waiting.none
-        return (rows.select(pack_rows(kept)) if kept else None), joining
+            kept_states.keep(rows, set(range(len(rows.start))) - set(unfinished), sampled, waiting.wave)
+        joining = waiting.take(len(unfinished)) if self.path == "shared" or not unfinished else waiting.none
+        return (rows.select(pack_rows(unfinished)) if unfinished else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
         """Run the policy on the tokens of a decoding step, to get the next logits. Without rows, run a dummy token."""
@@ -563,13 +564,7 @@ class LocalEngine(RolloutEngine):
             outputs = self.policy(**arguments)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
-    def decode_with_generate(
-        self,
-        wave: Wave,
-        sampling: SamplingParams,
-        lockstep: Lockstep,
-        progress: Progress | None,
-    ) -> list[SampledRow]:
+    def decode_with_generate(self, wave: Wave, sampling: SamplingParams, lockstep: Lockstep) -> list[SampledRow]:
         """Decode one wave with transformers' `generate`, for models whose prefill cannot be used by G completions."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         length = prompt_ids.shape[1]
@@ -607,11 +602,22 @@ class LocalEngine(RolloutEngine):
             )
         if not wave.prompts:
             return []
-        tokens = sequences[:, length:]
+        return self.cut_at_stop(sequences[:, length:], steps, wave, sampler.stop_strings)
+
+    def cut_at_stop(
+        self, tokens: Tensor, steps: list[SampledTokens], wave: Wave, strings: StopStringCriteria | None
+    ) -> list[SampledRow]:
+        """Cut each row after its first stop token or stop string, or at its limit if that comes first.
+
+        Args:
+            tokens: [rows, T] ids that `generate` returned; rows that ended earlier are padded.
+            steps: T samples, with the log-probs and entropies of these tokens.
+            wave: The prompts of the rows, and their limits.
+            strings: Finds the rows that end with a stop string; None if there are no stop strings.
+        """
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
         sampled: list[SampledRow] = []
-        strings = sampler.stop_strings
         for row_ids, row_logprobs, row_entropies in zip(tokens, logprobs, entropies, strict=True):
             ends = [
                 i + 1

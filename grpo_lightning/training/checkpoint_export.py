@@ -140,14 +140,7 @@ def export(
     num_from_policy = 0 if adapter else num_missing  # adapters are written without the frozen weights
     check_random_weights(loader, num_from_policy, checkpoint)
     written = [weight for weight in model.parameters() if weight.requires_grad] if adapter else None
-    is_merged = is_adapted(model) and not adapter
-    if is_merged:
-        untie(model)
-        # The adapters are merged into a copy, because unmerging would not restore the trained weights exactly.
-        model = model.merge_and_unload(safe_merge=True)
-        convert_weights(model, getattr(torch, dtype or loader.dtype))
-    elif dtype is not None:
-        convert_weights(model, getattr(torch, dtype))
+    model, is_merged = merge_and_convert(model, loader, dtype, adapter=adapter)
     if adapter:
         model.peft_config[trained_adapter(model)].base_model_name_or_path = str(loader.name)
     write_policy(model, tokenizer, folder)
@@ -348,3 +341,26 @@ def tied_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     return [(names[key], parameters[key]) for key in names]
+
+
+def merge_and_convert(model: Any, loader: PolicyLoader, dtype: str | None, *, adapter: bool) -> tuple[Any, bool]:
+    """Merge the adapters into the weights, unless they are exported alone, and convert the weights to another dtype.
+
+    Args:
+        model: The trained policy; changed in place.
+        loader: The loader of the initial policy.
+        dtype: As in `export`.
+        adapter: As in `export`.
+
+    Returns:
+        The model to write, and True if adapters were merged.
+    """
+    if is_adapted(model) and not adapter:
+        untie(model)
+        # The adapters are merged into a copy, because unmerging would not restore the trained weights exactly.
+        merged = model.merge_and_unload(safe_merge=True)
+        convert_weights(merged, getattr(torch, dtype or loader.dtype))
+        return merged, True
+    if dtype is not None:
+        convert_weights(model, getattr(torch, dtype))
+    return model, False
