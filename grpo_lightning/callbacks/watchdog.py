@@ -46,12 +46,12 @@ class Watchdog(L.Callback):
     """Ends a training run if a rollout makes no progress for `stall_seconds`.
 
     The watchdog works with any engine. The start of the rollout counts as progress, and so does each call of
-    `on_decode`, that is, each decoding step or each completion from a server. If a rank stalls, it logs the stall,
-    writes the Python stacks of all its threads to stderr, and interrupts its main thread with a signal. If the main
-    thread runs Python code, or waits in a call that a signal can interrupt, the run ends with an error. In a run with
-    one process, a checkpoint of the last optimizer step is saved first. If the main thread does not react, the process
-    exits after `grace_seconds`, with status 75. If the process has started other ranks as subprocesses, it ends them
-    too. Ranks that torchrun or SLURM has started are ended by torchrun or SLURM.
+    `on_decode`, that is, each decoding step or each completion from a server. If a rank stalls, the watchdog of this
+    rank logs the stall, writes the Python stacks of all threads to stderr, and interrupts the main thread with a
+    signal. If the main thread runs Python code, or waits in a call that a signal can interrupt, the run ends with an
+    error. In a run with one process, a checkpoint of the last optimizer step is saved first. If the main thread does
+    not react, the process exits after `grace_seconds`, with status 75. If the process has started other ranks as
+    subprocesses, it ends them too. Ranks that torchrun or SLURM has started are ended by torchrun or SLURM.
 
     Rewards and updates are not watched, because they report no progress while they run.
 

@@ -443,7 +443,7 @@ def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source
 
 
 def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> tuple[Place, str]:
-    """Find an object of `owner` without at least one of these arguments. Returns: the object's place and key."""
+    """Find an object of `owner` that lacks one or more of these arguments. Returns: the object's place and key."""
     for place in places(sources, owner.names):
         for key, value in leaves(place.value, place.key):
             is_object = isinstance(value, Mapping) and "class_path" in value

@@ -212,7 +212,8 @@ def quiet_loggers() -> None:
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return at most `n` known names for a misspelled name.
 
-    If known names differ from the misspelled name only in case, return these. If not, return the most similar names.
+    If known names equal the misspelled name except for upper and lower case, return them. If not, return the most
+    similar names.
     """
     names = list(known)
     same = [other for other in names if other.casefold() == name.casefold()]

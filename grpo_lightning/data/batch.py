@@ -119,8 +119,7 @@ def as_prompt_batch(batch: Any) -> PromptBatch:
     prompts have no index.
 
     Raises:
-        TypeError: If the batch is not a `PromptBatch`, a list or a mapping of columns, and for the same reasons as in
-            `as_prompt`.
+        TypeError: If the batch has another type than these, or for the same reasons as in `as_prompt`.
         ValueError: For the same reasons as in `as_prompt`.
     """
     if isinstance(batch, PromptBatch):

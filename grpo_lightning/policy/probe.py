@@ -43,7 +43,7 @@ from grpo_lightning.policy.transformers_internals import (
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
-    """Reason why, by declared properties, completions cannot share their prompt's KV cache; None if they can."""
+    """Reason, found in the model's config, why completions cannot share their prompt's KV cache. None if they can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -53,7 +53,7 @@ def no_cache_reason(model: nn.Module) -> str | None:
 
 
 def dense_reason(model: nn.Module) -> str | None:
-    """Reason, by declared properties, why this model cannot use the extended path; None if it can."""
+    """Reason, found in the model's config and classes, why it cannot use the extended path. None if it can."""
     if reason := no_cache_reason(model):
         return reason
     try:
@@ -324,11 +324,11 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """Absolute differences between the log-probs of the sliced head and those of the full head, in nats.
 
-    On a GPU, the prompt pass of the sliced head leaves out the mask if the model allows a pass without a mask and
-    attention is computed in 16 bits (`columns_of_prompts`). The probe can compute in 32 bits although the run computes
-    in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a GPU, the log-probs are
-    therefore compared a second time. In the second comparison, if the model allows a pass without a mask, the prompt
-    pass leaves out the mask in 32 bits too.
+    On a GPU, the prompt pass of the sliced head has no mask if two conditions hold: the model allows a pass without a
+    mask, and the attention computes in 16 bits (`columns_of_prompts`). The probe can compute in 32 bits although the
+    run computes in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a GPU, the
+    log-probs are therefore compared a second time. In the second comparison, if the model allows a pass without a mask,
+    the prompt pass leaves out the mask in 32 bits too.
 
     Returns:
         The differences: [tokens] on a CPU, and [2 * tokens] on a GPU (both comparisons).
@@ -368,7 +368,7 @@ def check_head_runs(scorer: Scorer, model: nn.Module) -> None:
 
 
 def no_slices_reason(model: nn.Module) -> str | None:
-    """Reason, by declared properties, why this model's head cannot run in slices; None if it can."""
+    """Reason, found in the model's config and classes, why its head cannot run in slices. None if it can."""
     base = base_model(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:

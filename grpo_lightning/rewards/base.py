@@ -24,7 +24,7 @@ of prompts, the element is the prompt of the group. In `image_views`, it is the 
 a column, it is the group's value. For completions, token ids and finish reasons, the element is a list of G values. The
 reward returns one list of G values per group.
 
-Every reward can also take the following arguments, which rewards of ms-swift, VLM-R1 and older versions of TRL use. A
+Every reward can also take the following arguments. They exist in ms-swift, in VLM-R1 or in older versions of TRL. A
 data column of the same name takes precedence, with the exceptions that are stated below:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.

@@ -117,7 +117,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
         init_args: Arguments of the reward, if it is a class.
 
     Raises:
-        ValueError: If the name is unknown, two packages register the same name, or arguments are given for a function.
+        ValueError: If the name is unknown, if two packages register the name, or if arguments are given for a function.
         ImportError: If the entry point of the reward fails to load.
         TypeError: If the reward does not take the arguments.
     """

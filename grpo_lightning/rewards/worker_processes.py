@@ -130,7 +130,7 @@ class Supervisor:
     workers: list[Worker] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run until the training process closes the pool. Raises: EOFError, ConnectionError if that process ended."""
+        """Run until the training process closes the pool. Raises: EOFError or ConnectionError if that process ended."""
         try:
             while True:
                 while self.queue and self._dispatch():

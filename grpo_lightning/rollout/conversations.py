@@ -412,7 +412,7 @@ class Conversations:
         return replace(prompt, content=[*content, *map(without_image_data, messages)])
 
     def check_images(self, *, is_chat: bool) -> None:
-        """Check that the policy's input can contain images of the environment. Raises: ValueError if not."""
+        """Check that the policy's input can contain images that the environment returns. Raises: ValueError if not."""
         if self.tokens.encoder is None:
             raise ValueError(
                 f"Environment {self.runner.name!r} returned an image in an observation, and the policy is text-only. "

@@ -1,4 +1,4 @@
-"""The local engine, which samples with the policy itself, through the unmodified model code of transformers.
+"""The local engine. It samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited, some prompts may have to wait. A waiting prompt is
@@ -398,7 +398,7 @@ class LocalEngine(RolloutEngine):
     def open(
         self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
     ) -> tuple[OpenRows, PlacedPrompts]:
-        """Prefill prompts and open rows for completions that begin at step `step` and have at most `longest` tokens."""
+        """Prefill prompts, and open rows for their completions, from `step` on and with at most `longest` tokens."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         begun = None

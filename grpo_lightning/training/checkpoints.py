@@ -1,8 +1,8 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-Methods of the trainer and the strategy save and load every checkpoint, so this module replaces these methods. They also
-save the checkpoints of a user's callback, of a script that calls `trainer.save_checkpoint`, and of a strategy without a
-`CheckpointIO` (DeepSpeed, FSDP2).
+Methods of the trainer and the strategy save and load every checkpoint, so this module replaces these methods. The
+replacements therefore apply to each checkpoint, for example to that of a user's callback, of a script that calls
+`trainer.save_checkpoint`, and of a strategy without a `CheckpointIO` (DeepSpeed, FSDP2).
 """
 
 from __future__ import annotations

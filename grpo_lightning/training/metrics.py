@@ -86,7 +86,7 @@ class StepMetrics:
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
-        """Add to a rate, which is the total of all ranks divided by the seconds in the metric `per`."""
+        """Add `total` to a rate. Its value is the sum over all ranks, divided by the seconds in the metric `per`."""
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:

@@ -154,7 +154,7 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Name prefix of the files that ranks save with a checkpoint of `end`; None if ranks save no files."""
+        """Name prefix of the files that ranks save with a checkpoint after `end`. None if ranks save no files."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"

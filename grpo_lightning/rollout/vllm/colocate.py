@@ -99,7 +99,7 @@ class Colocated:
     Args:
         policy: The policy. vLLM gets the policy's config, allocates the weights, and fills them in at the first update.
         tokenizer: The policy's tokenizer.
-        sharding: How the policy's weights are sharded. vLLM's weights are not sharded in this way.
+        sharding: How the policy's weights are sharded. It does not determine how vLLM shards its own weights.
         options: Arguments of `vllm.LLM`.
         processor: The processor of a multimodal policy.
         sleep_level: The level that `sleep` will be called with.
