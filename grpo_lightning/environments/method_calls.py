@@ -91,7 +91,7 @@ class EnvironmentCalls:
 
         Args:
             method: As in `call`.
-            state: The pickled environment; None uses a copy of the environment that conversations begin with.
+            state: The pickled environment; None uses a copy of `self.environment`, as at the start of a conversation.
             arguments: As in `call`.
         """
         after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
@@ -109,7 +109,7 @@ class EnvironmentCalls:
 
         Args:
             method: Name of the method.
-            environment: The environment; None uses a copy of the environment that conversations begin with.
+            environment: The environment; None uses a copy of `self.environment`, as at the start of a conversation.
             arguments: The columns for `reset`, (text, finish reason) for `step`, None for `end`, (kind, problem) for
                 `on_failure`.
 

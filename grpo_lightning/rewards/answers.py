@@ -211,10 +211,10 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
 
 
 def given_answer(text: str) -> str:
-    r"""Extract the answer of a completion from the last answer tags or, without tags, from the last `\boxed{}`.
+    r"""Extract the answer of a completion from the last answer tags or, if there are none, the last `\boxed{}`.
 
-    Without tags, only the text after `</think>` is searched for a box, because the reasoning is never the answer. If
-    this text has no box, the whole text after `</think>` is the answer.
+    If there are no answer tags, only the text after `</think>` is searched for a box, because the reasoning is never
+    the answer. If this text has no box, the whole text after `</think>` is the answer.
     """
     if (answer := between_answer_tags(text)) is not None:
         return answer

@@ -148,8 +148,8 @@ class AnyAnswer(Method):
     An answer that equals the ground truth as in `AllMatch` is correct. Other answers are compared by the kind of ground
     truth:
 
-    - An option ("B", "(B)", "B) Paris", "B. Paris"): the answer is compared as in `MultipleChoice`. An answer that
-      names no option is compared with the text of the option ("Paris").
+    - An option ("B", "(B)", "B) Paris", "B. Paris"): the answer is compared as in `MultipleChoice`. An answer without
+      the letter of an option is compared with the text of the ground truth ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
     - Mathematics: the answer is compared as in `Accuracy`. However, it is wrong if its unit and the unit of the ground

@@ -225,7 +225,7 @@ class SampledRows:
         self.unseen.append((new_tokens.ids, at_stop_string))
 
     def ended_rows(self) -> Tensor:
-        """[open rows] bool, True if a token of the row since the previous call of this method ends the completion."""
+        """[open rows] bool, True if a token that the row got since the last call ends the completion."""
         ids, at_stop_string = zip(*self.unseen, strict=True)
         self.unseen = []
         ends = torch.isin(torch.stack(ids, 1), self.stop_ids)
