@@ -22,8 +22,8 @@ def offloaded(
 ) -> Iterator[None]:
     """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
 
-    A run offloads tensors only if `model.offload` names them, because every rollout then copies these tensors to the
-    CPU and back. Tensors that the strategy always keeps on the CPU stay there.
+    `model.offload` names the tensors to offload. By default, it names none, because copying tensors to the CPU and back
+    takes time in every rollout. Tensors that the strategy always keeps on the CPU stay there.
 
     Args:
         names: Tensors to offload: "reference", "optimizer".
