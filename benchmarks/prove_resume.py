@@ -38,7 +38,7 @@ from rich.table import Table
 from transformers import Qwen2Config
 
 from grpo_lightning import GRPOLightningModule, Objective, PromptSource, SamplingParams
-from grpo_lightning.cli import ckpt_path
+from grpo_lightning.cli import resume
 from grpo_lightning.demo.arithmetic import build_tokenizer
 from grpo_lightning.optimizers import AdamW
 
@@ -171,7 +171,7 @@ def train(folder: Path, part: Part) -> None:
         **part.limits(),
     )
     source = PromptSource(PROMPTS, BATCH_SIZE, cycle=module.cycle_length(ACCUMULATE))
-    newest, _ = ckpt_path.newest([folder], to_train=True)
+    newest, _ = resume.newest([folder], to_train=True)
     trainer.fit(module, source, PromptSource(PROMPTS[:2], 2), ckpt_path=newest)
     if not part.stop:
         torch.save(module.state_dict(), folder / "final.pt")
@@ -191,7 +191,7 @@ def final_weights(parts: list[Part]) -> tuple[dict[str, torch.Tensor], list[int]
     with tempfile.TemporaryDirectory() as name:
         folder, resumed_from = Path(name), []
         for part in parts:
-            newest, _ = ckpt_path.newest([folder], to_train=True)
+            newest, _ = resume.newest([folder], to_train=True)
             resumed_from.append(torch.load(newest, weights_only=True)["global_step"] if newest else 0)
             start(folder, part)
         weights: dict[str, torch.Tensor] = torch.load(folder / "final.pt", weights_only=True)

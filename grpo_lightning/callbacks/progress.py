@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
 from grpo_lightning.core.log_messages import unwrap
-from grpo_lightning.core.status_line import StatusLine
+from grpo_lightning.core.terminal_line import TerminalLine
 from grpo_lightning.training.lightning_internals import num_training_steps
 from grpo_lightning.training.metrics import logged_this_step
 
@@ -69,7 +69,7 @@ class ProgressBar(LightningProgressBar):
         self.refresh_rate = refresh_rate
         self.leave = leave
         self.is_on = True
-        self.line = StatusLine()
+        self.line = TerminalLine()
         self.reset()
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Trend of a metric over a run, shown as an arrow and as a line of bars that fits into a status line."""
+"""Trend of a metric over a run, shown as an arrow and as a line of bars that fits into a terminal line."""
 
 from __future__ import annotations
 

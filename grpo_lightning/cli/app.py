@@ -21,14 +21,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from grpo_lightning.cli import ckpt_path, config, config_errors, help, runs, sources
+from grpo_lightning.cli import config, config_errors, help, resume, runs, sources
 from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
 from grpo_lightning.core.log_messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.report.changed_settings import CLI_DEFAULTS
-from grpo_lightning.training.checkpoints import check_ranks
+from grpo_lightning.report.non_default_settings import CLI_DEFAULTS
 from grpo_lightning.training.failed_ranks import end_launched
+from grpo_lightning.training.saving_and_resuming import check_ranks
 from grpo_lightning.training.signals import GracefulStop
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class GRPOCLI(LightningCLI):
         given = settings.get("ckpt_path")
         if given is not None:
             given = settings.ckpt_path = os.path.expanduser(given)
-        if to_train and given is None and ckpt_path.is_requeued():
+        if to_train and given is None and resume.is_requeued():
             given = "auto"
         if not to_train and given is None:
             self.log_unused(settings)
@@ -279,18 +279,18 @@ class GRPOCLI(LightningCLI):
             settings.ckpt_path = self.newest_checkpoint(settings)
             if settings.ckpt_path and to_train:
                 folder = runs.runs_folder(settings.trainer, settings.run_name)
-                self.continued = ckpt_path.version_of(Path(settings.ckpt_path), folder)
-        elif given and (folders := ckpt_path.folders_of_run(Path(given))):
-            path, skipped = ckpt_path.newest(folders, to_train=to_train)
+                self.continued = resume.version_of(Path(settings.ckpt_path), folder)
+        elif given and (folders := resume.folders_of_run(Path(given))):
+            path, skipped = resume.newest(folders, to_train=to_train)
             if path is None:
                 reasons = "".join(f"\n  {other}: {why}" for other, why in skipped.items())
                 raise ConfigurationError(f"--ckpt_path: {given} has no checkpoint that can be used.{reasons}")
             self.log_found(path, skipped, Path(given))
             settings.ckpt_path = str(path)
-        ckpt_path.check_there(settings.get("ckpt_path"), to_train=to_train)
+        resume.check_there(settings.get("ckpt_path"), to_train=to_train)
         if settings.get("ckpt_path") and Path(settings.ckpt_path).exists() and rank() == 0:
             self._dump_config()
-            if notice := ckpt_path.notice(
+            if notice := resume.notice(
                 Path(settings.ckpt_path),
                 self.config_dump,
                 config.defaults_of_null(self.subparser.keys()),
@@ -304,9 +304,9 @@ class GRPOCLI(LightningCLI):
             ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.
         """
         folder, to_train = runs.runs_folder(settings.trainer, settings.run_name), self.config.subcommand == "fit"
-        elsewhere = ckpt_path.folders_elsewhere(settings.trainer, folder)
-        own = ckpt_path.folders_of_run(folder)
-        path, skipped = ckpt_path.newest(own, elsewhere=elsewhere, runs=folder, to_train=to_train)
+        elsewhere = resume.folders_elsewhere(settings.trainer, folder)
+        own = resume.folders_of_run(folder)
+        path, skipped = resume.newest(own, elsewhere=elsewhere, runs=folder, to_train=to_train)
         self.log_found(path, skipped, folder)
         where = " or ".join([f"{folder}/version_*/checkpoints", *map(str, elsewhere)])
         if path is None and not to_train:
@@ -324,7 +324,7 @@ class GRPOCLI(LightningCLI):
     def log_unused(self, settings: Namespace) -> None:
         """Log that no checkpoint is used, although the run has checkpoints."""
         folder = runs.runs_folder(settings.trainer, settings.run_name)
-        path, _ = ckpt_path.newest(ckpt_path.folders_of_run(folder))
+        path, _ = resume.newest(resume.folders_of_run(folder))
         if path is not None and rank() == 0:
             log.info(
                 f"Using model.policy without a checkpoint. To use the newest checkpoint of {folder}, add "

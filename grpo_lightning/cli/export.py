@@ -75,13 +75,13 @@ def checkpoint_of(path: Path) -> Path:
     Raises:
         ConfigurationError: If the run has no complete checkpoint.
     """
-    from grpo_lightning.cli import ckpt_path
+    from grpo_lightning.cli import resume
     from grpo_lightning.cli.errors import ConfigurationError
 
-    folders = ckpt_path.folders_of_run(path)
+    folders = resume.folders_of_run(path)
     if not folders:
         return path
-    newest, skipped = ckpt_path.newest(folders)
+    newest, skipped = resume.newest(folders)
     if newest is None and not skipped:
         raise ConfigurationError(
             f"{path} has no checkpoint. The recipe may turn checkpoints off (trainer.enable_checkpointing: false, as "

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from grpo_lightning.report.changed_settings import different_settings, import_class
+from grpo_lightning.report.non_default_settings import different_settings, import_class
 from grpo_lightning.report.run_files import read_config, read_json
 from grpo_lightning.rewards.base import WeightedReward
 

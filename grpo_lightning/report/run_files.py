@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_lightning.core.files import plain
 from grpo_lightning.core.images import ImageError, ImageRef
-from grpo_lightning.report.changed_settings import different_settings
+from grpo_lightning.report.non_default_settings import different_settings
 
 Line = dict[str, Any]
 

@@ -27,7 +27,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.report.changed_settings import different_settings
+from grpo_lightning.report.non_default_settings import different_settings
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import mark_complete
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grpo_lightning.cli import ckpt_path
+from grpo_lightning.cli import resume
 from tests.distributed import kept
 from tests.distributed.harness import run_ranks
 from tests.marks import only
@@ -64,7 +64,7 @@ def test_the_newest_are_kept_with_their_ranks_files_and_a_link(folder: Path, str
     place = folder / strategy / policy / "whole"
     assert sorted(path.name for path in place.iterdir()) == ["last.ckpt", INSIDE, f"{INSIDE}.ranks", LAST]
     assert (place / "last.ckpt").resolve() == (place / LAST).resolve()
-    assert ckpt_path.why_unusable(place / "last.ckpt", to_train=True) is None
+    assert resume.why_unusable(place / "last.ckpt", to_train=True) is None
     assert len(list((place / f"{INSIDE}.ranks").iterdir())) == 2
 
 
@@ -102,6 +102,6 @@ def test_weights_alone_have_no_moments(folder: Path, strategy: str, policy: str)
     checkpoint = folder / strategy / policy / "weights" / LAST
     expected = FLOAT * found(folder, strategy)[0]["trained"][policy]
     assert expected <= size(checkpoint) < 1.05 * expected + OVERHEAD
-    assert "save_weights_only" in (ckpt_path.why_unusable(checkpoint, to_train=True) or "")
+    assert "save_weights_only" in (resume.why_unusable(checkpoint, to_train=True) or "")
     if checkpoint.is_file():
         assert "optimizer_states" not in torch.load(checkpoint, weights_only=True)

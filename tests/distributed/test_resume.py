@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_lightning.cli import ckpt_path
+from grpo_lightning.cli import resume
 from grpo_lightning.cli.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.kept import cut
@@ -26,14 +26,14 @@ def half_write(newest: Path) -> None:
     """Leave a checkpoint half-written, as a kill does: it is refused by name, and the one before it is used."""
     assert newest.name == NEWEST
     file = cut(newest)
-    path, skipped = ckpt_path.newest([newest.parent], to_train=True)
+    path, skipped = resume.newest([newest.parent], to_train=True)
     assert path == newest.with_name(BEFORE)
     assert list(skipped) == [newest]
     assert file in skipped[newest] if newest.is_dir() else "it is incomplete" in skipped[newest]
     with pytest.raises(
         ConfigurationError, match=re.escape(f"{newest} is not a complete checkpoint: {skipped[newest]}")
     ):
-        ckpt_path.check_there(str(newest), to_train=True)
+        resume.check_there(str(newest), to_train=True)
 
 
 @pytest.mark.parametrize(

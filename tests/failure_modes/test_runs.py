@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_lightning.cli import ckpt_path
+from grpo_lightning.cli import resume
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.checkpoint_files import MARK, mark_complete
-from tests.cli.test_ckpt_path import WHOLE, cut, saved
+from tests.cli.test_resume import WHOLE, cut, saved
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import are_equal, make_trainer, weights_of
 from tests.marks import SLOW
@@ -88,7 +88,7 @@ def test_11_a_run_goes_on_from_the_newest_checkpoint_that_was_written_to_its_end
         return max(tmp_path.glob("*.ckpt"), key=os.path.getmtime)
 
     def ours() -> Path | None:
-        path, skipped = ckpt_path.newest([tmp_path], to_train=True)
+        path, skipped = resume.newest([tmp_path], to_train=True)
         assert list(skipped) == [half], "and it is said why"
         return path
 

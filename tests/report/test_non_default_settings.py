@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from grpo_lightning.cli.main import parse
-from grpo_lightning.report.changed_settings import dataclass_in, different_settings
+from grpo_lightning.report.non_default_settings import dataclass_in, different_settings
 from tests.marks import SLOW
 
 pytestmark = pytest.mark.filterwarnings("ignore:[\\s\\S]*instantiate_classes")  # its name before jsonargparse 4.49

@@ -1,4 +1,4 @@
-"""A status line, which is updated in place in a terminal, and printed once a minute in a log file."""
+"""A terminal line, which is updated in place in a terminal, and printed once a minute in a log file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Render = Callable[[int | None], Text]
 file: as plain text of any length."""
 
 
-class StatusLine:
+class TerminalLine:
     """One line on stdout that shows the progress of a job.
 
     In a terminal or a notebook, the line is updated in place, and other output is printed above the line. In a file,
     the line is printed at the start, every minute and at the end, without carriage returns and escape codes. If there
-    are several status lines, only the one that was shown last is on the screen.
+    are several terminal lines, only the one that was shown last is on the screen.
     """
 
-    on_screen: ClassVar[StatusLine | None] = None
+    on_screen: ClassVar[TerminalLine | None] = None
 
     def __init__(self) -> None:
         self.live: Live | None = None
@@ -72,9 +72,9 @@ class StatusLine:
     def draw(self) -> None:
         """Draw the line in place."""
         if self.live is None:
-            if StatusLine.on_screen is not None:
-                StatusLine.on_screen.leave_screen(is_kept=False)
-            StatusLine.on_screen = self
+            if TerminalLine.on_screen is not None:
+                TerminalLine.on_screen.leave_screen(is_kept=False)
+            TerminalLine.on_screen = self
             self.live = live_display()
             self.live.start()
             self.live.console.show_cursor()  # a killed run would leave the terminal without a cursor
@@ -87,7 +87,7 @@ class StatusLine:
             return
         self.live.transient = not is_kept
         self.live.stop()
-        self.live, StatusLine.on_screen = None, None
+        self.live, TerminalLine.on_screen = None, None
 
     def print_line(self) -> None:
         """Print the line, unless it is the line that was printed last."""
