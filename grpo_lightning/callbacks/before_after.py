@@ -16,9 +16,9 @@ from rich.text import Text
 
 import grpo_lightning
 from grpo_lightning.core.files import run_folder
+from grpo_lightning.core.in_place_line import InPlaceLine
 from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.seeding import run_seed
-from grpo_lightning.core.terminal_line import TerminalLine
 from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.shuffling import known_prompts
 from grpo_lightning.module import GRPOLightningModule
@@ -141,7 +141,7 @@ class BeforeAfter(L.Callback):
 
     @contextlib.contextmanager
     def shown(self, trainer: L.Trainer, title: str, num_batches: int) -> Iterator[Progress]:
-        """Show a terminal line on rank 0, if the trainer's progress bar is on."""
+        """Show a line of progress on rank 0, if the trainer's progress bar is on."""
         trainer_bar = trainer.progress_bar_callback
         is_off = trainer_bar is None or getattr(trainer_bar, "is_disabled", False)
         self.progress = Progress(title, num_batches, is_on=not is_off and trainer.is_global_zero)
@@ -203,7 +203,7 @@ class Progress:
     def __init__(self, title: str, num_batches: int, *, is_on: bool) -> None:
         self.title, self.num_batches, self.is_on = title, num_batches, is_on
         self.done, self.tokens = 0, ""
-        self.line = TerminalLine()
+        self.line = InPlaceLine()
 
     def count(self) -> None:
         """Count a finished batch."""

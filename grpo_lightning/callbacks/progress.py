@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.text import Text
 
 from grpo_lightning.callbacks.trend import ARROWS, LEVELS, sparkline, trend_of
+from grpo_lightning.core.in_place_line import InPlaceLine
 from grpo_lightning.core.log_messages import unwrap
-from grpo_lightning.core.terminal_line import TerminalLine
 from grpo_lightning.training.lightning_internals import num_training_steps
 from grpo_lightning.training.metrics import logged_this_step
 
@@ -69,7 +69,7 @@ class ProgressBar(LightningProgressBar):
         self.refresh_rate = refresh_rate
         self.leave = leave
         self.is_on = True
-        self.line = TerminalLine()
+        self.line = InPlaceLine()
         self.reset()
 
     def reset(self) -> None:

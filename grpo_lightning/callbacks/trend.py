@@ -1,4 +1,4 @@
-"""Trend of a metric over a run, shown as an arrow and as a line of bars that fits into a terminal line."""
+"""Trend of a metric over a run, shown as an arrow and as a line of bars that fits into one line of a terminal."""
 
 from __future__ import annotations
 

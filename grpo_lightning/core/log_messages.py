@@ -75,7 +75,7 @@ def redraws(stream: Any) -> bool:
 
 
 def unwrap(stream: Any) -> Any:
-    """The original stream of a proxy. Proxies replace stdout and stderr while a `TerminalLine` is on the screen."""
+    """The original stream of a proxy. Proxies replace stdout and stderr while a `InPlaceLine` is on the screen."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
@@ -115,11 +115,11 @@ class Lines:
 
 
 class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic only from Python 3.11 on
-    """Prints log records on stderr, each on a separate line above the progress bars and the terminal line."""
+    """Prints log records on stderr, each on a separate line above the progress bars and the line of progress."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Clear the bars, print the record, and draw the bars again."""
-        self.stream = sys.stderr  # a `TerminalLine` replaces sys.stderr, so that output goes above the line
+        self.stream = sys.stderr  # a `InPlaceLine` replaces sys.stderr, so that output goes above the line
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 

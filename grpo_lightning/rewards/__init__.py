@@ -18,13 +18,6 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.rewards.boxes.rewards import IoU as IoU
     from grpo_lightning.rewards.boxes.rewards import OdLength as OdLength
     from grpo_lightning.rewards.boxes.rewards import WeightedSum as WeightedSum
-    from grpo_lightning.rewards.by_method import AllMatch as AllMatch
-    from grpo_lightning.rewards.by_method import AnyAnswer as AnyAnswer
-    from grpo_lightning.rewards.by_method import ByMethod as ByMethod
-    from grpo_lightning.rewards.by_method import Counting as Counting
-    from grpo_lightning.rewards.by_method import MultipleChoice as MultipleChoice
-    from grpo_lightning.rewards.by_method import TextSimilarity as TextSimilarity
-    from grpo_lightning.rewards.by_method import YesNo as YesNo
     from grpo_lightning.rewards.code_tests import CodeTests as CodeTests
     from grpo_lightning.rewards.countdown import Countdown as Countdown
     from grpo_lightning.rewards.environment import EnvironmentReward as EnvironmentReward
@@ -33,6 +26,13 @@ if TYPE_CHECKING:  # for editors and type checkers; the names are those of `_HOM
     from grpo_lightning.rewards.length import Length as Length
     from grpo_lightning.rewards.length import SoftOverlong as SoftOverlong
     from grpo_lightning.rewards.llm_judge import LLMJudge as LLMJudge
+    from grpo_lightning.rewards.question_types import AllMatch as AllMatch
+    from grpo_lightning.rewards.question_types import AnyAnswer as AnyAnswer
+    from grpo_lightning.rewards.question_types import ByMethod as ByMethod
+    from grpo_lightning.rewards.question_types import Counting as Counting
+    from grpo_lightning.rewards.question_types import MultipleChoice as MultipleChoice
+    from grpo_lightning.rewards.question_types import TextSimilarity as TextSimilarity
+    from grpo_lightning.rewards.question_types import YesNo as YesNo
     from grpo_lightning.rewards.reasoning_gym import ReasoningGym as ReasoningGym
     from grpo_lightning.rewards.registry import Plugin as Plugin
     from grpo_lightning.rewards.registry import available as available
@@ -52,7 +52,7 @@ _HOMES = {
         "accuracy": "Accuracy",
         "base": "Reward RewardLike WeightedReward completion_text",
         "boxes.rewards": "BoxRepetition DetectionMAP FormatRec IoU OdLength WeightedSum",
-        "by_method": "AllMatch AnyAnswer ByMethod Counting MultipleChoice TextSimilarity YesNo",
+        "question_types": "AllMatch AnyAnswer ByMethod Counting MultipleChoice TextSimilarity YesNo",
         "code_tests": "CodeTests",
         "countdown": "Countdown",
         "environment": "EnvironmentReward ToolUse",

@@ -16,7 +16,12 @@ from grpo_lightning.core.log_messages import nearest
 from grpo_lightning.rewards.accuracy import Accuracy
 from grpo_lightning.rewards.base import CompletionsAs, OnError, RewardLike, WeightedReward
 from grpo_lightning.rewards.boxes.rewards import BoxRepetition, DetectionMAP, FormatRec, IoU, OdLength, WeightedSum
-from grpo_lightning.rewards.by_method import (
+from grpo_lightning.rewards.code_tests import CodeTests
+from grpo_lightning.rewards.countdown import Countdown
+from grpo_lightning.rewards.environment import EnvironmentReward, ToolUse
+from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
+from grpo_lightning.rewards.llm_judge import LLMJudge
+from grpo_lightning.rewards.question_types import (
     AllMatch,
     AnyAnswer,
     ByMethod,
@@ -25,11 +30,6 @@ from grpo_lightning.rewards.by_method import (
     TextSimilarity,
     YesNo,
 )
-from grpo_lightning.rewards.code_tests import CodeTests
-from grpo_lightning.rewards.countdown import Countdown
-from grpo_lightning.rewards.environment import EnvironmentReward, ToolUse
-from grpo_lightning.rewards.length import Cosine, Length, SoftOverlong
-from grpo_lightning.rewards.llm_judge import LLMJudge
 from grpo_lightning.rewards.reasoning_gym import ReasoningGym
 from grpo_lightning.rewards.reward_model import RewardModel
 from grpo_lightning.rewards.text import ExactMatch, Format, ReactFormat, Repetition

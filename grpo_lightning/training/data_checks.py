@@ -23,7 +23,7 @@ from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.encoder import check_length
 from grpo_lightning.policy.rope import original_length
 from grpo_lightning.policy.transformers_internals import num_positions
-from grpo_lightning.rewards.by_method import ByMethod
+from grpo_lightning.rewards.question_types import ByMethod
 from grpo_lightning.rollout.conversations import Conversations
 from grpo_lightning.training.lightning_internals import given_loader, known_loader, reading_loops
 

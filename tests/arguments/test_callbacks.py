@@ -32,7 +32,7 @@ from grpo_lightning.callbacks import (
     WritePredictions,
 )
 from grpo_lightning.callbacks.watchdog import StallInterrupt
-from grpo_lightning.core.terminal_line import TerminalLine
+from grpo_lightning.core.in_place_line import InPlaceLine
 from grpo_lightning.core.types import Prompt
 from tests.arguments.registry import case, case_of_each
 from tests.helpers.module_runs import fit, make_module, make_source, make_trainer
@@ -250,7 +250,7 @@ def test_refresh_rate(monkeypatch):
     for rate, times in ((1, 4), (2, 2)):
         shown: list[int] = []
         with monkeypatch.context() as patch:
-            patch.setattr(TerminalLine, "show", lambda self, _, *, is_due=False, shown=shown: shown.append(is_due))
+            patch.setattr(InPlaceLine, "show", lambda self, _, *, is_due=False, shown=shown: shown.append(is_due))
             bar = ProgressBar(refresh_rate=rate)
             fit(make_module(length=1), max_steps=4, enable_progress_bar=True, callbacks=[bar])
         assert sum(shown) == 1 + times  # the start, and each step that is due

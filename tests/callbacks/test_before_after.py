@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.callbacks import BeforeAfter, ProgressBar
 from grpo_lightning.callbacks.before_after import cell, samples
-from grpo_lightning.core import terminal_line
+from grpo_lightning.core import in_place_line
 from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
@@ -150,8 +150,8 @@ def test_without_greedy_completions_there_are_none(entries, tmp_path):
 
 
 def test_the_evaluation_has_a_bar_of_its_own(entries, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(terminal_line, "redraws", lambda stream: True)  # as on a terminal
-    monkeypatch.setattr(terminal_line, "REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(in_place_line, "redraws", lambda stream: True)  # as on a terminal
+    monkeypatch.setattr(in_place_line, "REDRAW_SECONDS", 0.0)
     train(BeforeAfter(dirpath=str(tmp_path)), entries, enable_progress_bar=True, extra=[ProgressBar()])
     output = capsys.readouterr().out
     before, training = output.index("Evaluating before training: 4/4 batches"), output.index("rollout")

@@ -10,7 +10,7 @@ import torch
 
 from grpo_lightning.callbacks import ProgressBar, progress
 from grpo_lightning.callbacks.progress import Part, State, clock, laid_out, rate, text_of, training_text
-from grpo_lightning.core.terminal_line import TerminalLine
+from grpo_lightning.core.in_place_line import InPlaceLine
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
@@ -25,8 +25,8 @@ def shown(monkeypatch):
     def show(self, render, *, is_due=False):
         texts.append(render(200).plain)
 
-    monkeypatch.setattr(TerminalLine, "show", show)
-    monkeypatch.setattr(TerminalLine, "close", lambda self, *, is_kept: None)
+    monkeypatch.setattr(InPlaceLine, "show", show)
+    monkeypatch.setattr(InPlaceLine, "close", lambda self, *, is_kept: None)
     return texts
 
 
@@ -265,7 +265,7 @@ def test_an_error_begins_on_a_line_of_its_own(monkeypatch, capsys, is_terminal):
     terminal(monkeypatch, is_terminal)
     with pytest.raises(RuntimeError, match="broken"):
         fit(make_module(rewards=[broken]), max_steps=2, enable_progress_bar=True, callbacks=[ProgressBar()])
-    assert TerminalLine.on_screen is None
+    assert InPlaceLine.on_screen is None
     drawn = capsys.readouterr().out
     assert re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn).endswith("\n")
     assert "0/2" in drawn

@@ -33,9 +33,9 @@ from grpo_lightning.rewards import (
 )
 from grpo_lightning.rewards import accuracy as accuracy_module
 from grpo_lightning.rewards.accuracy import prepare
-from grpo_lightning.rewards.by_method import similarity
 from grpo_lightning.rewards.code_rows import same_output
 from grpo_lightning.rewards.code_tests import python_program
+from grpo_lightning.rewards.question_types import similarity
 from tests.marks import SLOW, few
 
 MOST = 15.0

@@ -1,4 +1,4 @@
-"""A terminal line, which is updated in place in a terminal, and printed once a minute in a log file."""
+"""A line that is updated in place in a terminal or a notebook. In a log file, it is printed once a minute."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Render = Callable[[int | None], Text]
 file: as plain text of any length."""
 
 
-class TerminalLine:
+class InPlaceLine:
     """One line on stdout that shows the progress of a job.
 
     In a terminal or a notebook, the line is updated in place, and other output is printed above the line. In a file,
     the line is printed at the start, every minute and at the end, without carriage returns and escape codes. If there
-    are several terminal lines, only the one that was shown last is on the screen.
+    are several in-place lines, only the one that was shown last is on the screen.
     """
 
-    on_screen: ClassVar[TerminalLine | None] = None
+    on_screen: ClassVar[InPlaceLine | None] = None
 
     def __init__(self) -> None:
         self.live: Live | None = None
@@ -72,9 +72,9 @@ class TerminalLine:
     def draw(self) -> None:
         """Draw the line in place."""
         if self.live is None:
-            if TerminalLine.on_screen is not None:
-                TerminalLine.on_screen.leave_screen(is_kept=False)
-            TerminalLine.on_screen = self
+            if InPlaceLine.on_screen is not None:
+                InPlaceLine.on_screen.leave_screen(is_kept=False)
+            InPlaceLine.on_screen = self
             self.live = live_display()
             self.live.start()
             self.live.console.show_cursor()  # a killed run would leave the terminal without a cursor
@@ -87,7 +87,7 @@ class TerminalLine:
             return
         self.live.transient = not is_kept
         self.live.stop()
-        self.live, TerminalLine.on_screen = None, None
+        self.live, InPlaceLine.on_screen = None, None
 
     def print_line(self) -> None:
         """Print the line, unless it is the line that was printed last."""

@@ -1,4 +1,4 @@
-"""Score short answers by the kind of question, which the column `accu_reward_method` names (VLM-R1)."""
+"""Score short answers by the type of question, which the column `accu_reward_method` names (VLM-R1)."""
 
 from __future__ import annotations
 

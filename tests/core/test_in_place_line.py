@@ -7,9 +7,9 @@ import sys
 import pytest
 from rich.text import Text
 
-from grpo_lightning.core import terminal_line
+from grpo_lightning.core import in_place_line
+from grpo_lightning.core.in_place_line import InPlaceLine
 from grpo_lightning.core.log_messages import show_messages
-from grpo_lightning.core.terminal_line import TerminalLine
 
 ESCAPES = ("\r", "\x1b")
 
@@ -33,14 +33,14 @@ class File(io.StringIO):
 def plain(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(TerminalLine, "on_screen", None)
+    monkeypatch.setattr(InPlaceLine, "on_screen", None)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that a test sets."""
     now = [1000.0]
-    monkeypatch.setattr(terminal_line.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(in_place_line.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -62,7 +62,7 @@ def numbered(number, style=""):
 
 
 def test_a_file_gets_a_line_a_minute_without_escapes(streams, clock):
-    out, line = streams(File), TerminalLine()
+    out, line = streams(File), InPlaceLine()
     for second in range(301):
         clock[0] = 1000.0 + second
         line.show(numbered(second, "red"), is_due=True)
@@ -72,7 +72,7 @@ def test_a_file_gets_a_line_a_minute_without_escapes(streams, clock):
 
 
 def test_the_last_state_of_a_file_is_printed_once(streams, clock):
-    out, line = streams(File), TerminalLine()
+    out, line = streams(File), InPlaceLine()
     line.show(numbered(1))
     line.show(numbered(2))
     line.close(is_kept=True)
@@ -81,7 +81,7 @@ def test_the_last_state_of_a_file_is_printed_once(streams, clock):
 
 
 def test_a_line_that_is_not_kept_prints_nothing_more_and_a_file_keeps_its_minute(streams, clock):
-    out, line = streams(File), TerminalLine()
+    out, line = streams(File), InPlaceLine()
     line.show(numbered(1))
     line.close(is_kept=False)
     line.show(numbered(2))
@@ -96,7 +96,7 @@ def test_a_terminal_redraws_unless_it_is_dumb_and_has_colors_unless_they_are_off
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    out, line = streams(Terminal), TerminalLine()
+    out, line = streams(Terminal), InPlaceLine()
     for number in range(3):
         line.show(numbered(number, "red"), is_due=True)
     line.close(is_kept=True)
@@ -111,7 +111,7 @@ def test_a_terminal_redraws_unless_it_is_dumb_and_has_colors_unless_they_are_off
 
 def test_a_terminal_is_redrawn_ten_times_a_second(streams, clock):
     streams(Terminal)
-    line, drawn = TerminalLine(), []
+    line, drawn = InPlaceLine(), []
     for tick in range(100):  # 1 second
         clock[0] = 1000.0 + tick / 100
         line.show(lambda width, tick=tick: drawn.append(tick) or Text("x"))
@@ -121,7 +121,7 @@ def test_a_terminal_is_redrawn_ten_times_a_second(streams, clock):
 
 def test_the_line_fits_the_terminal(streams, clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    out, line, widths = streams(Terminal), TerminalLine(), []
+    out, line, widths = streams(Terminal), InPlaceLine(), []
     line.show(lambda width: widths.append(width) or Text("x" * 50))
     line.close(is_kept=True)
     assert {*widths} == {40}
@@ -130,7 +130,7 @@ def test_the_line_fits_the_terminal(streams, clock, monkeypatch):
 
 
 def test_what_is_printed_goes_above_the_line(streams, clock, monkeypatch):
-    out, line = streams(Terminal), TerminalLine()
+    out, line = streams(Terminal), InPlaceLine()
     logger = logging.getLogger("grpo_lightning")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -146,7 +146,7 @@ def test_what_is_printed_goes_above_the_line(streams, clock, monkeypatch):
 
 def test_messages_in_a_file_stay_there_while_the_line_is_on_a_terminal(streams, clock):
     errors = File()
-    out, line = streams(Terminal, errors), TerminalLine()
+    out, line = streams(Terminal, errors), InPlaceLine()
     line.show(numbered(1))
     sys.stderr.write("a message\n")
     line.close(is_kept=True)
@@ -156,22 +156,22 @@ def test_messages_in_a_file_stay_there_while_the_line_is_on_a_terminal(streams, 
 
 def test_one_line_is_on_the_screen_the_one_shown_last(streams, clock):
     out = streams(Terminal)
-    one, other = TerminalLine(), TerminalLine()
+    one, other = InPlaceLine(), InPlaceLine()
     one.show(numbered("one"))
     other.show(numbered("other"))
-    assert TerminalLine.on_screen is other
+    assert InPlaceLine.on_screen is other
     other.close(is_kept=False)
     one.show(numbered("one again"), is_due=True)
-    assert TerminalLine.on_screen is one
+    assert InPlaceLine.on_screen is one
     one.close(is_kept=True)
-    assert TerminalLine.on_screen is None
+    assert InPlaceLine.on_screen is None
     assert "one again" in out.getvalue()
     assert sys.stdout is out
 
 
 def test_the_cursor_stays_visible(streams, clock):
     """A run that is killed would leave a terminal without a cursor."""
-    out, line = streams(Terminal), TerminalLine()
+    out, line = streams(Terminal), InPlaceLine()
     line.show(numbered(1))
     text = out.getvalue()
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
@@ -183,7 +183,7 @@ def test_a_notebook_is_redrawn_without_ipywidgets(streams, clock, monkeypatch):
         pass
 
     OutStream.__module__ = "ipykernel.iostream"  # its isatty() is False
-    out, line = streams(OutStream), TerminalLine()
+    out, line = streams(OutStream), InPlaceLine()
     line.show(numbered(1))
     line.show(numbered(2), is_due=True)
     line.close(is_kept=True)

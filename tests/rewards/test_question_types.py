@@ -27,7 +27,7 @@ from grpo_lightning.rewards import (
     accuracy,
 )
 from grpo_lightning.rewards.accuracy import UndecidedError
-from grpo_lightning.rewards.by_method import Method, similarity
+from grpo_lightning.rewards.question_types import Method, similarity
 from tests.marks import SLOW
 
 pytest.importorskip("math_verify")
