@@ -82,7 +82,7 @@ from grpo_lightning.rollout.groups import (
 from grpo_lightning.rollout.local_engine import LocalEngine, stop_ids
 from grpo_lightning.rollout.overlong_filter import OverlongFilter, are_truncated, mask_truncated
 from grpo_lightning.schedules import Schedule, SchedulerFactory
-from grpo_lightning.training import checks, data_checks, saving_and_resuming
+from grpo_lightning.training import checkpoint_saving, checks, data_checks
 from grpo_lightning.training.actor import Actor, OldLogprobs, lacks_ref_logprobs, seeded_dropout
 from grpo_lightning.training.completion_records import records
 from grpo_lightning.training.evaluation import (
@@ -261,7 +261,7 @@ class GRPOLightningModule(L.LightningModule):
         self.overlong_filter = overlong_filter
         self.seed = seed
         self.check_settings()
-        self.save_hyperparameters(saving_and_resuming.plain_settings(arguments, self.loader))
+        self.save_hyperparameters(checkpoint_saving.plain_settings(arguments, self.loader))
 
         self.rollout: Rollout | None = None
         """This rank's latest rollout, for callbacks to inspect. Training reads `run.cycle`, not this attribute."""
@@ -308,7 +308,7 @@ class GRPOLightningModule(L.LightningModule):
             elif getattr(own, "is_required", False):
                 setattr(cls, name, checks.completed_hook(override, own))
             elif name == "configure_optimizers":
-                setattr(cls, name, saving_and_resuming.recording_settings(override))
+                setattr(cls, name, checkpoint_saving.recording_settings(override))
 
     @_restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805 - a classmethod
@@ -326,7 +326,7 @@ class GRPOLightningModule(L.LightningModule):
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         except TypeError as error:
-            if problem := saving_and_resuming.missing_arguments(error):
+            if problem := checkpoint_saving.missing_arguments(error):
                 raise TypeError(problem) from error
             raise
 
@@ -1020,7 +1020,7 @@ class GRPOLightningModule(L.LightningModule):
         self.load_policy()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    @saving_and_resuming.recording_settings
+    @checkpoint_saving.recording_settings
     def configure_optimizers(self) -> Any:
         """Build the optimizer of the trainable parameters, and the schedule, which is stepped per optimizer step."""
         with checks.naming_key("model.optimizer"):
@@ -1056,8 +1056,8 @@ class GRPOLightningModule(L.LightningModule):
                 "scores and calls rewards."
             )
         checks.check_trainer(self.trainer)
-        saving_and_resuming.refuse_incomplete(self.trainer)
-        step_ends = saving_and_resuming.StepEnds(self.trainer.min_steps)
+        checkpoint_saving.refuse_incomplete(self.trainer)
+        step_ends = checkpoint_saving.StepEnds(self.trainer.min_steps)
         own: list[L.Callback] = [StepLog(), UpdateLog(), step_ends, RequeueAtStepEnd()]
         if self.trainer.strategy.root_device.type == "cuda":
             own.append(PeakMemory())
@@ -1100,7 +1100,7 @@ class GRPOLightningModule(L.LightningModule):
         data_checks.check_loaders(self.trainer)
         self.check_training_loader()
         checks.warn_of_few_prompts(self.trainer.train_dataloader)
-        saving_and_resuming.restore_data_position(self.run, self.trainer)
+        checkpoint_saving.restore_data_position(self.run, self.trainer)
         cycle_length = self.cycle_length(self.trainer.accumulate_grad_batches)
         checks.round_up_max_steps(self.trainer, cycle_length, self.requested_max_steps)
         if self.run.cycle is not None:
@@ -1114,7 +1114,7 @@ class GRPOLightningModule(L.LightningModule):
         set_training_order(self.trainer)
         self.sources = data_checks.training_sources(self.trainer)
         schedule = self.lr_schedulers()
-        saving_and_resuming.restore_optimizer_settings(self.trainer, self.optimizer_settings, schedule)
+        checkpoint_saving.restore_optimizer_settings(self.trainer, self.optimizer_settings, schedule)
         if isinstance(schedule, Schedule):
             schedule.set_length(num_training_steps(self.trainer))
         self.run_length = run_length(self.trainer, self.trainer_state.epoch)
@@ -1144,7 +1144,7 @@ class GRPOLightningModule(L.LightningModule):
         self.frozen.recall_trained(state)
         names = checkpoint.get("state_dict", state["trained"])  # sharded strategies have removed the weights already
         if names is not None:
-            saving_and_resuming.check_keys(names, self.state_dict().keys(), self.saved_names)
+            checkpoint_saving.check_keys(names, self.state_dict().keys(), self.saved_names)
         is_training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         if is_training and "fit_loop" in checkpoint.get("loops", {}):
             set_position(checkpoint["loops"]["fit_loop"])

@@ -27,8 +27,8 @@ from grpo_lightning.core.log_messages import quiet_libraries, quiet_loggers, sho
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.non_default_settings import CLI_DEFAULTS
+from grpo_lightning.training.checkpoint_saving import check_ranks
 from grpo_lightning.training.failed_ranks import end_launched
-from grpo_lightning.training.saving_and_resuming import check_ranks
 from grpo_lightning.training.signals import GracefulStop
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from grpo_lightning.training.checkpoint_files import (
     unmark_complete,
     why_incomplete,
 )
-from grpo_lightning.training.saving_and_resuming import refuse_incomplete
+from grpo_lightning.training.checkpoint_saving import refuse_incomplete
 from grpo_lightning.training.strategies import FSDP2Strategy
 
 
