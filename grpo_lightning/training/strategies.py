@@ -31,7 +31,7 @@ from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
+from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding, fsdp_modules
 from grpo_lightning.training.checkpoint_files import num_deepspeed_ranks, open_checkpoint
 
 log = logging.getLogger(__name__)
@@ -356,6 +356,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
+
+    def load_checkpoint(  # Lightning calls it by position
+        self,
+        checkpoint_path: Any,
+        weights_only: bool | None = None,  # noqa: FBT001
+    ) -> dict[str, Any]:
+        """As in Lightning, but reshard all weights first.
+
+        The checks at the start of a run leave embeddings and head gathered, and Lightning can load a single file only
+        into shards.
+        """
+        assert self.model is not None
+        for part in fsdp_modules(self.model):
+            part.reshard()
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property
     def shard_options(self) -> dict[str, Any]:
