@@ -96,7 +96,8 @@ class FullyShard(Sharding):
     """Sharding by FSDP2, which gathers every decoder layer when the layer runs.
 
     Args:
-        mesh: The data-parallel device mesh.
+        mesh: The data-parallel device mesh. With two dimensions, weights are replicated over the first one, and sharded
+            over the second one (hybrid sharding, HSDP).
         options: Arguments of `torch.distributed.fsdp.fully_shard`, for example `mp_policy`.
     """
 

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -31,8 +31,11 @@ from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
+from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding, fsdp_modules
 from grpo_lightning.training.checkpoint_files import num_deepspeed_ranks, open_checkpoint
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -331,11 +334,17 @@ def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all devices (FSDP2), and gathers weights layer by layer.
 
+    With `num_replicas` above 1, sharding is hybrid (HSDP). There are several copies of the sharded weights, and each
+    copy is sharded over an equal share of the devices, which have consecutive ranks. Weights are gathered only within a
+    share. The gradients are reduced within each share, and then summed over the copies.
+
     Args:
-        data_parallel_size: Number of devices over which weights are sharded; "auto" is all of them.
+        data_parallel_size: Number of devices of the run; "auto" finds it.
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 gathers all
             shards and writes one file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
+        num_replicas: Number of copies of the sharded weights. Each copy is sharded over an equal share of the devices.
+            With the number of nodes, layers are gathered within a node. Memory per device grows by the same factor.
     """
 
     def __init__(
@@ -343,19 +352,55 @@ class FSDP2Strategy(ModelParallelStrategy):
         data_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,  # noqa: FBT001, FBT002 - a YAML key
         process_group_backend: str | None = None,
+        num_replicas: int = 1,
     ) -> None:
+        check_positive_replicas(num_replicas)
         super().__init__(data_parallel_size, 1, save_distributed_checkpoint, process_group_backend)
+        self.num_replicas = num_replicas
+        self._replica_mesh: DeviceMesh | None = None
 
     def setup_environment(self) -> None:
-        """Set "auto" to the number of all devices; Lightning sets it to the number of nodes."""
-        if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.num_nodes * self.num_processes
+        """Check the number of devices, create the process groups, and set "auto" to the number of all devices.
+
+        Lightning would set "auto" to the number of nodes.
+
+        Raises:
+            ValueError: If `data_parallel_size` is not the number of devices, or `num_replicas` does not divide it.
+        """
+        num_devices = self.num_nodes * self.num_processes
+        check_devices(num_devices, self.num_replicas, self._data_parallel_size)
+        self._data_parallel_size = num_devices
         super().setup_environment()
+        if self.num_replicas > 1:
+            self._replica_mesh = replica_mesh(self.num_replicas, self.root_device.type)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Device mesh for `fully_shard`: all devices, or (copies, shards of a copy) if there are several copies."""
+        if self.num_replicas == 1:
+            return self.device_mesh["data_parallel"]
+        assert self._replica_mesh is not None
+        return self._replica_mesh
 
     def setup(self, trainer: L.Trainer) -> None:
         """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
+
+    def load_checkpoint(  # Lightning calls it by position
+        self,
+        checkpoint_path: Any,
+        weights_only: bool | None = None,  # noqa: FBT001
+    ) -> dict[str, Any]:
+        """As in Lightning, but reshard all weights first.
+
+        The checks at the start of a run leave embeddings and head gathered, and Lightning can load a single file only
+        into shards.
+        """
+        assert self.model is not None
+        for part in fsdp_modules(self.model):
+            part.reshard()
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property
     def shard_options(self) -> dict[str, Any]:
@@ -368,6 +413,52 @@ class FSDP2Strategy(ModelParallelStrategy):
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         return options
+
+
+def replica_mesh(num_replicas: int, device_type: str) -> DeviceMesh:
+    """[copies, shards of a copy] device mesh of hybrid sharding (HSDP). The ranks of a copy are consecutive.
+
+    The launchers number the ranks node by node. So if there are as many copies as nodes, each copy is within a node.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (num_replicas, ranks.world_size() // num_replicas)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def check_positive_replicas(num_replicas: int) -> None:
+    """Check the number of copies. Raises: ValueError if it is below 1."""
+    if num_replicas < 1:
+        raise ValueError(f"strategy.num_replicas must be at least 1, got {num_replicas!r}.")
+
+
+def check_devices(num_devices: int, num_replicas: int, data_parallel_size: Literal["auto"] | int = "auto") -> None:
+    """Check that the devices of a run can be divided equally among the copies of FSDP2's weights.
+
+    Args:
+        num_devices: Number of devices of the run, on all nodes.
+        num_replicas: Number of copies.
+        data_parallel_size: The argument of the strategy.
+
+    Raises:
+        ValueError: If they cannot, or `data_parallel_size` is another number of devices.
+    """
+    check_positive_replicas(num_replicas)
+    if num_devices % num_replicas:
+        divisors = ", ".join(str(size) for size in range(1, num_devices + 1) if num_devices % size == 0)
+        raise ValueError(
+            "strategy.num_replicas must divide the number of devices into equal shares, got "
+            f"{num_replicas} for {num_devices} device(s) (trainer.devices x trainer.num_nodes). Set it to one of: "
+            f"{divisors}."
+        )
+    if data_parallel_size not in ("auto", num_devices):
+        size: Any = data_parallel_size
+        instead = ""
+        if size > 0 and num_devices % size == 0:
+            instead = f" To shard over {size} device(s), set strategy.num_replicas to {num_devices // size} instead."
+        raise ValueError(
+            f"strategy.data_parallel_size must be auto or the number of devices, {num_devices}, got {size!r}.{instead}"
+        )
 
 
 def leave_inference_mode(trainer: L.Trainer) -> None:
@@ -385,8 +476,10 @@ def sharding_of(strategy: Strategy) -> Sharding:
     """The `Sharding` of the policy's weights under a strategy."""
     if isinstance(strategy, DeepSpeedStrategy):
         return Partitioned(strategy) if strategy.zero_stage_3 else PartitionedGradients(strategy)
+    if isinstance(strategy, FSDP2Strategy):
+        return FullyShard(strategy.shard_mesh, strategy.shard_options)
     if isinstance(strategy, ModelParallelStrategy):
-        return FullyShard(strategy.device_mesh["data_parallel"], getattr(strategy, "shard_options", {}))
+        return FullyShard(strategy.device_mesh["data_parallel"])
     return Sharding()
 
 

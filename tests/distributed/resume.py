@@ -37,7 +37,7 @@ from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Cosine
 from grpo_lightning.training.checkpoint_files import why_incomplete
 from tests.distributed import harness, vision
-from tests.distributed.runs import STRATEGIES
+from tests.distributed.runs import STRATEGIES, ranks_of
 from tests.distributed.steps import save_policy, whole_weights
 from tests.environments.games import ByPromptLength
 from tests.helpers.light_rewards import capitals, of_some, vowel_share
@@ -140,11 +140,6 @@ def train(
     return final
 
 
-def ranks_of(strategy: str) -> int:
-    """Processes."""
-    return 1 if strategy == "one" else 2
-
-
 def is_hit(kill: dict[str, Any] | None) -> bool:
     """True if this rank is one of those to be killed."""
     return kill is not None and kill["rank"] in (None, int(os.environ.get("RANK", "0")))
@@ -196,7 +191,7 @@ def kill_and_resume(
         settings: Of the policy.
         subject: What the prompts are, `text` or `images`; with `further`, prompts are replaced; with `shared`, two
             ranks share a group.
-        world_size: Processes; None for two, or one under the strategy `one`.
+        world_size: Processes; None for as many as the strategy is run on.
 
     Returns:
         `equal` (bit for bit), the largest `difference`, and the checkpoint that the run went on from.

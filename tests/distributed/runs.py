@@ -23,7 +23,17 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     # A tiny model would stay whole under the default threshold, and the test would prove nothing.
     "zero3": lambda: GRPODeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
     "fsdp2": FSDP2Strategy,
+    "fsdp2, one file": lambda: FSDP2Strategy(save_distributed_checkpoint=False),
+    "hsdp": lambda: FSDP2Strategy(num_replicas=2),
+    "hsdp, one file": lambda: FSDP2Strategy(num_replicas=2, save_distributed_checkpoint=False),
 }
+NUM_RANKS = {"one": 1, "hsdp": 4, "hsdp, one file": 4}
+"""Ranks by strategy; the others run on two. With four, the two copies of hybrid sharding have two shards each."""
+
+
+def ranks_of(strategy: str) -> int:
+    """The ranks that a strategy is run on."""
+    return NUM_RANKS.get(strategy, 2)
 
 
 def make_module(

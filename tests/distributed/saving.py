@@ -23,7 +23,7 @@ from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.training.evaluation import Validation
-from tests.distributed.runs import STRATEGIES
+from tests.distributed.runs import STRATEGIES, ranks_of
 from tests.distributed.steps import LORA
 from tests.helpers.light_rewards import vowel_share
 from tests.helpers.module_runs import PROMPTS
@@ -51,7 +51,7 @@ def trainer_of(strategy: str, **options: Any) -> L.Trainer:
     """A silent trainer."""
     return L.Trainer(
         accelerator="cpu",
-        devices=1 if strategy == "one" else 2,
+        devices=ranks_of(strategy),
         strategy=STRATEGIES[strategy](),
         logger=False,
         enable_progress_bar=False,

@@ -76,7 +76,7 @@ PLAIN = ["one", "two of them", "3", "number four is", "five", "the sixth of all"
 
 @dataclass
 class Case:
-    """One run of a few steps. Of two ranks, the second has the prompts at odd places."""
+    """One run of a few steps. The prompts go round-robin to the ranks."""
 
     prompts: list[str] = field(default_factory=lambda: PLAIN[:4])
     steps: int = 1
@@ -305,6 +305,7 @@ def run(case: Case, strategy: str, folder: Path) -> dict[str, Any]:
         "log": watch.log,
         "scored": watch.scored,
         "turns": watch.turns,
+        "shards": watch.shards,
     }
 
 
@@ -344,6 +345,7 @@ class Watch(L.Callback):
                     assert is_whole, f"{name} of the reward model is not the rank's own"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.shards = {name: pl_module.sharding.own_shard(w).clone() for name, w in pl_module.policy.named_parameters()}
         self.after = whole_weights(pl_module)
         if pl_module.sync_reference:
             for name, weight in pl_module.reference.model.named_parameters():

@@ -92,6 +92,22 @@ def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, unbroken, stops):
 
 @SLOW
 @pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param(
+            [Leg(4, 6, "hsdp"), Leg(2, 9, "fsdp2, one file"), Leg(2, strategy="fsdp2")], id="folder, then file"
+        ),
+        pytest.param([Leg(4, 3, "fsdp2"), Leg(4, strategy="hsdp")], id="fsdp2, then hybrid", marks=NIGHTLY),
+        pytest.param([Leg(4, 5, "hsdp, one file"), Leg(4, strategy="hsdp")], id="file of hybrid", marks=NIGHTLY),
+    ],
+)
+def test_hybrid_sharding_continues_runs_of_fsdp2_and_the_other_way_round(tmp_path, unbroken, legs):
+    save(tmp_path)
+    compare_runs(run_legs(tmp_path, *legs), unbroken(legs[0]))
+
+
+@SLOW
+@pytest.mark.parametrize(
     ("strategy", "before", "after", "policy"),
     [
         pytest.param("zero1", 1, 2, {}, id="zero1, 1 -> 2", marks=NIGHTLY),

@@ -1,13 +1,15 @@
-"""Killed on one rank or on all, a run of two ranks ends with the weights of the unbroken one, bit for bit."""
+"""Killed on one rank or on all, a run of several ranks ends with the weights of the unbroken one, bit for bit."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from grpo_lightning.cli import resume
 from grpo_lightning.cli.errors import ConfigurationError
+from grpo_lightning.training.checkpoint_export import export
 from tests.distributed.harness import run_ranks
 from tests.distributed.kept import cut
 from tests.distributed.resume import CYCLE, FIXED_BUCKETS, MICRO_STEPS_PER_EPOCH, kill_and_resume
@@ -45,6 +47,8 @@ def half_write(newest: Path) -> None:
             "zero3", "on_after_backward", None, half_write, id="zero3, all ranks, newest half written", marks=SLOW
         ),
         pytest.param("fsdp2", "on_train_batch_start", None, half_write, id="fsdp2, all ranks, newest half written"),
+        pytest.param("hsdp", "on_after_backward", None, half_write, id="hsdp, all ranks", marks=NIGHTLY),
+        pytest.param("hsdp, one file", "on_train_batch_end", 3, None, id="hsdp, one rank, one file", marks=NIGHTLY),
     ],
 )
 def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, damage):
@@ -61,6 +65,8 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, strategy, hook, rank, dama
         pytest.param("ddp", 2, "shared text", marks=SLOW),
         pytest.param("zero2", 2, "shared text", marks=NIGHTLY),
         pytest.param("fsdp2", 2, "shared further prompts", marks=SLOW),
+        pytest.param("hsdp", 4, "shared further prompts", marks=SLOW),
+        pytest.param("hsdp, one file", 4, "shared further prompts", marks=NIGHTLY),
         pytest.param("zero3", 2, "shared further images", marks=NIGHTLY),
         pytest.param(FIXED_BUCKETS, 4, "shared text", marks=NIGHTLY),
         # Every strategy with every subject and number of ranks that it is run with.
@@ -82,6 +88,12 @@ def test_a_killed_run_with_shared_groups_resumes_exactly(tmp_path: Path, strateg
     )
     assert outcome["equal"]
     assert outcome["difference"] == 0.0
+    if strategy.startswith("hsdp"):
+        export(tmp_path / "unbroken" / "step=8.ckpt", tmp_path / "exported", policy=str(tmp_path / "policy"))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+        weights = torch.load(tmp_path / "want.pt")
+        del weights["reference"]
+        assert are_equal({name: exported[name] for name in weights}, weights)
 
 
 @SLOW

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_lightning.training.checkpoint_export import export
 from tests.distributed import saving
 from tests.distributed.harness import run_ranks
-from tests.distributed.runs import STRATEGIES
+from tests.distributed.runs import STRATEGIES, ranks_of
 from tests.distributed.steps import save_policy
 from tests.marks import only, selected
 
@@ -28,14 +28,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 SAVED_UNDER = [name for name in STRATEGIES if name not in ("one", "zero1")]
-"""Those of DDP, which are files as on one device, and of ZeRO-2, which are folders as under ZeRO-3, are nightly."""
+"""Those of DDP, which are files as on one device, and of ZeRO-2, which are folders as under ZeRO-3, are nightly. So are
+those of hybrid sharding, which `test_resume.py` exports as well, and single files of FSDP2."""
+NIGHTLY_UNDER = ["ddp", "zero2", "fsdp2, one file", "hsdp", "hsdp, one file"]
 
 
-@pytest.fixture(scope="module", params=only([], SAVED_UNDER, nightly=["ddp", "zero2"]))
+@pytest.fixture(scope="module", params=only([], SAVED_UNDER, nightly=NIGHTLY_UNDER))
 def strategy(request: pytest.FixtureRequest, folder: Path) -> str:
-    """A strategy, with its runs on two ranks."""
+    """A strategy, with its runs on its ranks."""
     kinds = selected(request, "kind", strategy=request.param)
-    run_ranks("tests.distributed.saving", request.param, folder, *kinds, timeout=400)
+    ranks = ranks_of(request.param)
+    run_ranks("tests.distributed.saving", request.param, folder, *kinds, world_size=ranks, timeout=400)
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""The same weights after a step on one device and on two ranks, under every strategy."""
+"""The same weights after a step on one device and on several ranks, under every strategy."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.distributed import runs, steps
 from tests.distributed.harness import once, run_ranks
 from tests.marks import NIGHTLY, SLOW, by_turns, selected
 
-STRATEGIES = [name for name in runs.STRATEGIES if name != "one"]
+STRATEGIES = [name for name in runs.STRATEGIES if name != "one" and "one file" not in name]
 FAST = [
     "plain",
     "accumulate 4, kl",
@@ -51,6 +51,18 @@ OF_GRADIENTS = [
     "shared groups, lora, equal and truncated ones",
 ]
 """Cases of all that ZeRO-2 does otherwise than DDP, which is to divide gradients: the others are nightly under it."""
+OF_COPIES = [
+    "clipped",
+    "conversations in lockstep, kl",
+    "copies, kl",
+    "lora, kl, accumulate 4, clipped",
+    "reference follows",
+    "a rank without prompts",
+    "conversations of shared groups",
+]
+"""Cases of all that hybrid sharding does otherwise than FSDP2: gradients that are summed over the copies as well, their
+norm, weights that are gathered or set, and ranks that must keep step. They run on four ranks; all but the first two are
+nightly."""
 BY_TURNS = by_turns(
     [
         "accumulate 2",
@@ -83,6 +95,8 @@ under ZeRO-3, and are nightly under the other."""
 
 def is_run(strategy: str, case: str) -> bool:
     """Whether a case runs under a strategy."""
+    if strategy == "hsdp":
+        return case in OF_COPIES
     if case in OF_THE_LOSS:
         return strategy in ("ddp", "fsdp2", "zero3")
     return strategy != "zero1" or case not in OF_A_FORWARD_PASS
@@ -95,6 +109,8 @@ def is_fast(strategy: str, case: str) -> bool:
 
 def is_nightly(strategy: str, case: str) -> bool:
     """Whether the parts of a case run under a strategy in other cases."""
+    if strategy == "hsdp":
+        return case not in OF_COPIES[:2]
     if case in BY_TURNS and strategy in ("zero3", "fsdp2"):
         return strategy != BY_TURNS[case]
     if case in OF_THE_LOSS:
@@ -109,7 +125,7 @@ def matrix(cases: Iterable[str]) -> list[Any]:
     return [pytest.param(*pair, id="-".join(pair), marks=marks[pair]) for pair in pairs]
 
 
-assert {*FAST, *OF_THE_LOSS, *OF_A_FORWARD_PASS, *OF_GRADIENTS, *BY_TURNS} <= steps.CASES.keys()
+assert {*FAST, *OF_THE_LOSS, *OF_A_FORWARD_PASS, *OF_GRADIENTS, *OF_COPIES, *BY_TURNS} <= steps.CASES.keys()
 TOLERANCE = 1e-6
 
 
@@ -124,21 +140,23 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], None]:
-    """Runs the cases of a strategy on two ranks, in one process group."""
+    """Runs the cases of a strategy on its ranks, in one process group."""
 
     @once
     def run(strategy: str) -> None:
         cases = selected(request, "case", strategy=strategy)
-        run_ranks("tests.distributed.steps", strategy, folder, *cases, timeout=400)
+        ranks = runs.ranks_of(strategy)
+        run_ranks("tests.distributed.steps", strategy, folder, *cases, world_size=ranks, timeout=400)
 
     return run
 
 
 @pytest.mark.parametrize(("strategy", "case"), matrix(steps.CASES))
-def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None], strategy: str, case: str):
+def test_several_ranks_train_what_one_does(folder: Path, run: Callable[[str], None], strategy: str, case: str):
     run(strategy)
     expected = torch.load(folder / f"one-{case}-0.pt")
-    for rank in (0, 1):
+    ranks = range(runs.ranks_of(strategy))
+    for rank in ranks:
         found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
         if (strategy, case) in steps.REFUSED:
             assert "the strategy is ZeRO-3" in found["refused"]
@@ -148,9 +166,9 @@ def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None],
         if not steps.CASES[case].is_given:
             assert all(not weight.any() for name, weight in found["before"].items() if "lora_B" in name)
         if case.startswith("conversations"):
-            turns = [torch.load(folder / f"{strategy}-{case}-{each}.pt")["turns"] for each in (0, 1)]
+            turns = [torch.load(folder / f"{strategy}-{case}-{each}.pt")["turns"] for each in ranks]
             assert {1, 5} <= set(expected["turns"]) == {number for own in turns for number in own}
-            if "shared" not in case:  # each prompt is on one rank
+            if "shared" not in case:  # the prompts with one turn and with five are on one rank each
                 assert set(turns[0]) == {1}
                 assert set(turns[1]) == {5}
         for name, after in expected["after"].items():
@@ -159,6 +177,18 @@ def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None],
         for name, before in expected["before"].items():
             assert torch.equal(found["before"][name], before), f"{name} starts from other weights"
             assert torch.equal(found["after"][name], before) != (name in found["trained"]), f"did {name} move?"
+
+
+@pytest.mark.parametrize(("strategy", "case"), [pytest.param("hsdp", "clipped", marks=SLOW)])
+def test_ranks_that_follow_each_other_share_a_copy(folder: Path, run: Callable[[str], None], strategy: str, case: str):
+    """Bit for bit: of four ranks, the first two have the whole weights, and the others have the same shards."""
+    run(strategy)
+    found = [torch.load(folder / f"{strategy}-{case}-{rank}.pt") for rank in range(4)]
+    for name, whole in found[0]["after"].items():
+        first, second, third, fourth = (rank["shards"][name] for rank in found)
+        assert torch.equal(torch.cat([first, second]), whole), name
+        assert torch.equal(first, third), name
+        assert torch.equal(second, fourth), name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same weights after steps on images on one device and on two ranks, one of which may have no image."""
+"""The same weights after steps on images on one device and on several ranks, some of which may have no image."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from grpo_lightning.policy.families import FAMILIES
 from tests.distributed import vision
 from tests.distributed.harness import once, run_ranks
+from tests.distributed.runs import ranks_of
 from tests.marks import NIGHTLY, SLOW, by_turns, selected
 
 OF_SHARDED_WEIGHTS = [
@@ -49,6 +50,8 @@ under ZeRO-3, which takes three times as long, and are nightly under the other."
 
 def is_run(strategy: str, case: str) -> bool:
     """Whether a case runs under a strategy."""
+    if strategy == "hsdp":
+        return case in ("a rank without images", "sampled by a frozen tower layer by layer")
     if case in OF_SHARDED_WEIGHTS:
         return strategy in ("zero3", "fsdp2")
     return strategy != "zero2" or case not in OF_A_FORWARD_PASS
@@ -56,6 +59,8 @@ def is_run(strategy: str, case: str) -> bool:
 
 def is_nightly(strategy: str, case: str) -> bool:
     """Whether the parts of a case run under a strategy in other cases."""
+    if strategy == "hsdp":
+        return True
     if case in BY_TURNS and strategy in ("zero3", "fsdp2"):
         return strategy != BY_TURNS[case]
     return strategy == "zero2" and case not in OF_GRADIENTS
@@ -63,7 +68,7 @@ def is_nightly(strategy: str, case: str) -> bool:
 
 RUNS = [
     pytest.param(strategy, case, id=f"{strategy}-{case}", marks=NIGHTLY if is_nightly(strategy, case) else ())
-    for strategy in ("ddp", "zero2", "zero3", "fsdp2")
+    for strategy in ("ddp", "zero2", "zero3", "fsdp2", "hsdp")
     for case in vision.CASES
     if is_run(strategy, case)
 ]
@@ -83,21 +88,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], None]:
-    """Runs the cases of a strategy on two ranks, in one process group."""
+    """Runs the cases of a strategy on its ranks, in one process group."""
 
     @once
     def run(strategy: str) -> None:
         cases = selected(request, "case", strategy=strategy)
-        run_ranks("tests.distributed.vision", strategy, folder, *cases, timeout=400)
+        ranks = ranks_of(strategy)
+        run_ranks("tests.distributed.vision", strategy, folder, *cases, world_size=ranks, timeout=400)
 
     return run
 
 
 @pytest.mark.parametrize(("strategy", "case"), RUNS)
-def test_two_ranks_train_what_one_does(folder: Path, run: Callable[[str], None], strategy: str, case: str):
+def test_several_ranks_train_what_one_does(folder: Path, run: Callable[[str], None], strategy: str, case: str):
     run(strategy)
     expected = torch.load(folder / f"one-{case}-0.pt")
-    for rank in (0, 1):
+    for rank in range(ranks_of(strategy)):
         found = torch.load(folder / f"{strategy}-{case}-{rank}.pt")
         assert found["trained"] == expected["trained"]
         for name, after in expected["after"].items():

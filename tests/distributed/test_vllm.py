@@ -192,7 +192,7 @@ def test_tensor_parallel_groups_train_as_one_device(results, strategy, name, wor
 
 @SLOW
 @pytest.mark.parametrize("name", list(TOGETHER)[:2])
-@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 4)])
+@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 4), pytest.param("hsdp", 4, marks=NIGHTLY)])
 def test_two_tensor_parallel_groups_train_as_one_device(results, strategy, name, world_size):
     compare(results("one", TOGETHER[name], 1), results(strategy, name, world_size))
 

@@ -5,17 +5,22 @@ import json
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, StrategyRegistry
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA
-from grpo_lightning.policy.sharding import Partitioned, PartitionedGradients, Sharding
+from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
 from grpo_lightning.training.strategies import (
     FSDP2Strategy,
     GRPODeepSpeedStrategy,
     check_strategy,
+    replica_mesh,
     set_no_leaf_modules,
     sharding_of,
 )
@@ -190,7 +195,14 @@ def test_lightnings_names_for_deepspeed_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    "strategy", [DDPStrategy(), FSDP2Strategy(), ModelParallelStrategy(2, 1), L.Trainer(accelerator="cpu").strategy]
+    "strategy",
+    [
+        DDPStrategy(),
+        FSDP2Strategy(),
+        FSDP2Strategy(num_replicas=2),
+        ModelParallelStrategy(2, 1),
+        L.Trainer(accelerator="cpu").strategy,
+    ],
 )
 def test_what_trains_the_same_is_allowed(strategy):
     check_strategy(Run(strategy))
@@ -237,6 +249,69 @@ def test_the_process_that_forked_a_run_gets_its_trained_policy(strategy, lora):
     assert are_equal(weights_of(forked), weights_of(plain))
     assert validated(trainer, forked) == wanted
     assert validated(make_trainer(), module()) != wanted
+
+
+@pytest.fixture
+def eight_devices():
+    """The last but two of eight ranks, whose collectives do nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "copies"),
+    [
+        (2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (8, [[rank] for rank in range(8)]),
+    ],
+)
+def test_each_copy_is_sharded_over_consecutive_ranks(eight_devices, num_replicas, copies):
+    """Those of a node, if there are as many copies as nodes."""
+    mesh = replica_mesh(num_replicas, "cpu")
+    assert mesh.mesh.tolist() == copies
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    wanted = model.lm_head.weight.detach().chunk(8 // num_replicas)[5 % (8 // num_replicas)].clone()
+    FullyShard(mesh).shard(model)
+    assert torch.equal(model.lm_head.weight.to_local(), wanted)
+
+
+def test_one_copy_is_sharded_over_all_devices(eight_devices):
+    strategy = FSDP2Strategy()
+    strategy._device_mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    assert sharding_of(strategy).mesh.mesh.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_replicas": 3}, r"num_replicas must divide .* got 3 for 8 device\(s\).*: 1, 2, 4, 8"),
+        ({"num_replicas": 16}, r"num_replicas must divide .* got 16 for 8 device\(s\).*: 1, 2, 4, 8"),
+        ({"data_parallel_size": 4}, r"data_parallel_size must be .* 8, got 4.*num_replicas to 2"),
+        ({"data_parallel_size": 3}, r"data_parallel_size must be .* 8, got 3\.$"),
+    ],
+)
+def test_devices_that_cannot_be_divided_among_the_copies_are_refused(settings, message):
+    strategy = FSDP2Strategy(**settings)
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * 4, 2
+    with pytest.raises(ValueError, match=rf"strategy\.{message}"):
+        strategy.setup_environment()
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_there_is_at_least_one_copy(number):
+    with pytest.raises(ValueError, match=rf"strategy\.num_replicas must be at least 1, got {number}"):
+        FSDP2Strategy(num_replicas=number)
+
+
+def test_copies_are_checked_before_the_policy_is_loaded():
+    module = make_module()
+    trainer = make_trainer(strategy=FSDP2Strategy(num_replicas=2), max_steps=1)
+    with pytest.raises(ValueError, match=r"got 2 for 1 device\(s\)"):
+        trainer.fit(module, make_source(module))
+    assert not hasattr(module, "policy")
+    assert not distributed.is_initialized()
 
 
 @pytest.mark.parametrize("strategy", [GRPODeepSpeedStrategy(stage=2), FSDP2Strategy()], ids=["deepspeed", "fsdp2"])

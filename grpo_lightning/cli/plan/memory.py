@@ -145,6 +145,9 @@ class Division:
     gathers_ends: bool = False
     """True if embeddings and head stay gathered during a forward and backward pass (FSDP2's root module)."""
 
+    num_replicas: int = 1
+    """Number of copies of the sharded weights (hybrid sharding of FSDP2)."""
+
     offloads_optimizer: bool = False
     """True if optimizer states, master weights and the gradients of the master weights are on the CPU."""
 
@@ -160,6 +163,7 @@ def division_of(strategy: Any, world_size: int) -> Division:
     | ZeRO stage 1        | 1       | 1         | W         |
     | ZeRO stage 2        | 1       | W         | W         |
     | ZeRO stage 3, FSDP2 | W       | W         | W         |
+    | FSDP2, R replicas   | W / R   | W / R     | W / R     |
 
     Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also keeps a copy of the gradients in buckets, because
     PyTorch's default is `gradient_as_bucket_view=False`.
@@ -170,11 +174,11 @@ def division_of(strategy: Any, world_size: int) -> Division:
         world_size: W.
 
     Raises:
-        ValueError: If `plan` does not know the strategy, or `fit` does not support it.
+        ValueError: If `plan` does not know the strategy, or `fit` does not support it or its arguments.
     """
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from grpo_lightning.training.strategies import INSTEAD
+    from grpo_lightning.training.strategies import INSTEAD, check_devices
 
     W, given, kind, arguments = world_size, strategy, strategy, {}
     if isinstance(strategy, str):
@@ -198,7 +202,10 @@ def division_of(strategy: Any, world_size: int) -> Division:
             offloads_weights=offloads_weights,
         )
     if kind in ("FSDP2Strategy", "ModelParallelStrategy"):
-        return Division(W, W, W, gathers_layers=True, gathers_ends=True)
+        replicas = arguments.get("num_replicas", 1)
+        check_devices(W, replicas)
+        shards = W // replicas
+        return Division(shards, shards, shards, num_replicas=replicas, gathers_layers=True, gathers_ends=True)
     if kind == "DDPStrategy" or (kind == "auto" and W > 1):
         return Division(has_buckets=W > 1)
     if kind in ("auto", "SingleDeviceStrategy"):

@@ -291,6 +291,7 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
         ),
         (is_full, ALWAYS, "policy.lora"),
         (not division.gathers_layers, ALWAYS, "--config strategies/zero3 (or fsdp2) on several devices"),
+        (division.num_replicas > 1, ALWAYS, "a smaller strategy.num_replicas (each device holds a smaller share)"),
         (division.gathers_layers, ALWAYS, "more devices (each holds a smaller share)"),
         (not division.offloads_optimizer, TRAINING, "--config strategies/zero3_offload"),
         (settings.gathers_for_sampling, SAMPLING, "model.engine.gather_for_generation: false"),

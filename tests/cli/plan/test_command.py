@@ -550,6 +550,17 @@ def test_wrong_flags_of_plan_itself_are_refused(recipe, said, flags, problem):
         said([*recipe(), *flags])
 
 
+def test_the_copies_of_hybrid_sharding_are_planned(recipe, said):
+    """The states are divided among the devices of a copy, and a number of copies that `fit` refuses is refused here."""
+    copies = {"class_path": "grpo_lightning.FSDP2Strategy", "init_args": {"num_replicas": 2}}
+    args = [*recipe(trainer={"strategy": copies}, data={"batch_size": 1}), "--prompt_tokens=20"]
+    found = said([*args, "--devices=4", "--nodes=2"])
+    assert "of the trainable parameters, over 4 ranks" in found
+    assert "over 8 ranks" not in found
+    with pytest.raises(ValueError, match=r"strategy\.num_replicas must divide .* got 2 for 3 device"):
+        said([*args, "--devices=3"])
+
+
 @SLOW
 def test_what_does_not_fit_names_what_would(recipe, said, capsys):
     """An update of 8 x 306 tokens needs activations; with fewer of them and nothing left to save, other levers."""

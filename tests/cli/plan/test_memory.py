@@ -72,6 +72,11 @@ DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": t
 DEEPSPEED = "grpo_lightning.training.strategies.GRPODeepSpeedStrategy"
 
 
+def replicas(number):
+    """Hybrid sharding: `trainer.strategy` with this number of copies."""
+    return {"class_path": "grpo_lightning.FSDP2Strategy", "init_args": {"num_replicas": number}}
+
+
 def loaded_sizes(model):
     return sizes_of(model, PolicyLoader("policy"))
 
@@ -156,6 +161,8 @@ def test_unknown_widths_are_refused():
         ),
         ("fsdp2", 4, Division(4, 4, 4, gathers_layers=True, gathers_ends=True)),
         ({"class_path": "grpo_lightning.FSDP2Strategy"}, 2, Division(2, 2, 2, gathers_layers=True, gathers_ends=True)),
+        (replicas(2), 8, Division(4, 4, 4, num_replicas=2, gathers_layers=True, gathers_ends=True)),
+        (replicas(4), 4, Division(num_replicas=4, gathers_layers=True, gathers_ends=True)),
         ({"class_path": DEEPSPEED}, 4, Division(4, 4, 4, stage=3, gathers_layers=True)),
         (
             {"class_path": DEEPSPEED, "init_args": {"stage": 2, "offload_optimizer": True}},
@@ -176,6 +183,20 @@ def test_deepspeeds_own_configuration(tmp_path):
     assert division_of({"class_path": DEEPSPEED, "init_args": {"config": str(tmp_path / "zero.json")}}, 4) == found
     with pytest.raises(ValueError, match=r"strategy\.stage must be 1, 2 or 3, got 0"):
         division_of({"class_path": DEEPSPEED, "init_args": {"config": {"optimizer": {}}}}, 4)
+
+
+def test_copies_that_fit_refuses_are_not_planned():
+    with pytest.raises(ValueError, match=r"num_replicas must divide .* got 3 for 8 device"):
+        division_of(replicas(3), 8)
+    with pytest.raises(ValueError, match=r"num_replicas must be at least 1, got 0"):
+        division_of(replicas(0), 8)
+
+
+def test_the_memory_of_a_device_depends_on_the_devices_of_its_copy():
+    """With two copies over eight devices, a device has as much as with one copy over four."""
+    assert bytes_of(replicas(2), 8, precision=MIXED) == bytes_of("fsdp2", 4, precision=MIXED)
+    assert bytes_of(replicas(2), 8)["weights"] == 2 * bytes_of("fsdp2", 8)["weights"] == 1000
+    assert bytes_of(replicas(2), 8)["optimizer states"] == 2 * bytes_of("fsdp2", 8)["optimizer states"] == 2000
 
 
 @pytest.mark.parametrize("name", ["deepspeed_stage_2", "fsdp"])

@@ -6,7 +6,8 @@ from jsonargparse import Namespace
 
 from grpo_lightning.cli.plan import report
 from grpo_lightning.cli.plan.batches import BatchPlan, plan_run
-from grpo_lightning.cli.plan.memory import ALWAYS, GIB, STEP, MemorySettings, Part, Precision, ScoredBatch
+from grpo_lightning.cli.plan.memory import ALWAYS, GIB, STEP, Division, MemorySettings, Part, Precision, ScoredBatch
+from tests.cli.plan.test_memory import MODEL
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,16 @@ def test_tokens_and_chunks():
     assert "3 forwards of at most 3 completions. All their activations are kept" in token_text(chunk_size=3)
     assert "3 completions, each recomputed in the backward pass" in token_text("chunks", chunk_size=3)
     assert "8 x (10 + 6) = 128 tokens (dense path)" in token_text(path="dense")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_fewer_copies_are_a_lever_where_there_are_several(num_replicas):
+    division = Division(4, 4, 4, num_replicas=num_replicas, gathers_layers=True)
+    settings = MemorySettings(ScoredBatch(2, 8, 10, 6), Precision(4, 4), division=division)
+    for moment in ("sampling", "update", "step"):
+        found = " ".join(report.levers(MODEL, settings, moment))
+        assert ("a smaller strategy.num_replicas" in found) == (num_replicas > 1)
+        assert "more devices" in found
 
 
 def test_what_is_on_the_cpu():
