@@ -306,6 +306,8 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
     named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted|class, but (\S+) is abstract"
     if named_classes(own.hint) or "expects a function" in problem.text:
         named += r"|Given value: (\w.*\..*)$"
+    if "expects a function" in problem.text:  # also an item of a list of functions
+        named += r"|Got value: (\w[\w.]*\.\w+)$"
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):

@@ -558,3 +558,34 @@ def test_a_function_that_creates_a_reward_is_taken():
     rewards = json.dumps([{"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}])
     (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
     assert plain(reward) == {"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}
+
+
+# --------------------------------------------------------------------------------------------------------- environments
+
+TOOLS = "grpo_lightning.environments.Tools"
+CALCULATOR = "grpo_lightning.environments.calculator"
+
+
+@pytest.mark.parametrize("form", ["flag", "config"])
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"class_path": TOOLS, "init_args": {"tools": ["grpo_lightning.environments.calculater"]}},
+            f".init_args.tools[0]: grpo_lightning.environments has no 'calculater'. Did you mean {CALCULATOR}?",
+        ),
+        (
+            {"class_path": "Tools", "init_args": {"tools": [CALCULATOR, "mytoolz.area"]}},
+            ".init_args.tools[1]: there is no module 'mytoolz' for mytoolz.area. Searched ",
+        ),
+        (["mytoolz.area"], "[0]: there is no module 'mytoolz' for mytoolz.area. Searched "),
+    ],
+)
+def test_a_tool_that_cannot_be_imported_is_named(form, environment, said):
+    write("second", model={"environment": environment})
+    args = {"flag": [f"--model.environment={json.dumps(environment)}"], "config": ["--config", "second.yaml"]}[form]
+    with pytest.raises(ConfigurationError) as error:
+        parsed(*args)
+    where = {"flag": "on the command line", "config": "second.yaml"}[form]
+    assert str(error.value).startswith(f"{where}: model.environment{said}")
+    assert "\n" not in str(error.value)
