@@ -3,9 +3,9 @@
 A short name is a name without its module, as in `optimizer: AdamW`, `scheduler: {class_path: Cosine}` and
 `environment: GuessTheNumber`. Other short forms are expanded too. For example, `logger: true` becomes the list of
 default loggers, and in a list of datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl`
-becomes a list with this one dataset.
-The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique, so
-this module expands it to `grpo_lightning.optimizers.AdamW`, not to `torch.optim.AdamW`.
+becomes a list with this one dataset. The parser itself accepts a class name without its module only if the name is
+unique. The name AdamW is not unique, so this module expands it to `grpo_lightning.optimizers.AdamW`, not to
+`torch.optim.AdamW`.
 """
 
 from __future__ import annotations
