@@ -141,6 +141,8 @@ def read_problem(message: str) -> Problem:
         is_found = any(re.search(UNKNOWN, earlier) for earlier in text)
         if not is_found and (match := re.search(r"class_path '([^']+)'", line)):
             kind = match[1]
+        if not is_found and (match := re.search(rf"(?:{UNKNOWN}).*Got value: Namespace\(class_path='([^']+)'", line)):
+            kind = match[3]  # an object where a function is expected too
         if match := re.search(r'Parser key "([^"]+)":', line):
             names, text, depth = [*names, match[1]], [], indent
         else:

@@ -635,6 +635,16 @@ def test_tools_by_their_names():
     assert parsed("--config", "third.yaml").model.environment == [calculator]
 
 
+def test_an_unknown_argument_of_a_tool_is_named_with_those_of_the_tool():
+    search = {"class_path": "grpo_lightning.environments.Search", "init_args": {"pth": "rows.jsonl"}}
+    write("second", model={"environment": {"class_path": TOOLS, "init_args": {"tools": [search]}}})
+    with pytest.raises(
+        ConfigurationError, match=r"init_args\.pth\. Did you mean .*\.tools\[0\]\.init_args\.path\?"
+    ) as error:
+        parsed("--config", "second.yaml")
+    assert str(error.value).endswith("Keys of model.environment.init_args.tools[0].init_args: path, top_k.")
+
+
 def test_a_text_in_a_class_of_ones_own_is_no_tool():
     write("second", model={"environment": {"class_path": path_of(Bench), "init_args": {"tools": ["calculator"]}}})
     assert parsed("--config", "second.yaml").model.environment.init_args.tools == ["calculator"]
