@@ -413,11 +413,18 @@ class GRPOCLI(LightningCLI):
                 log.info(self.stop.last_words())
             end_launched(self.trainer, seconds=60)
             raise SystemExit(self.stop.exit_code) from None
-        except BaseException:
+        except BaseException as error:
             if self.trainer.global_step == 0:
                 self.leave_nothing()
             end_launched(self.trainer, seconds=5)
+            if self.is_interrupted_early(error):
+                raise KeyboardInterrupt from error
             raise
+
+    def is_interrupted_early(self, error: BaseException) -> bool:
+        """True if Ctrl-C interrupted `fit` before training. Lightning has then turned it into an exit with code 1."""
+        is_by_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+        return is_by_lightning and self.stop is not None and self.stop.trainer is None
 
     def before_fit(self) -> None:
         """Before the weights are loaded, refuse a checkpoint from which this number of ranks cannot resume."""

@@ -1,10 +1,11 @@
 """Expand short names in the values of settings, and find the types that these values must have.
 
-A short name is a class name without its module, as in `optimizer: AdamW` and `scheduler: {class_path: Cosine}`. Other
-short forms are expanded too. For example, `logger: true` becomes the list of default loggers, and in a list of
-datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl` becomes a list with this one dataset.
-The parser itself accepts a class name without its module only if the name is unique. The name AdamW is not unique, so
-this module expands it to `grpo_lightning.optimizers.AdamW`, not to `torch.optim.AdamW`.
+A short name is a name without its module, as in `optimizer: AdamW`, `scheduler: {class_path: Cosine}` and
+`environment: GuessTheNumber`. Other short forms are expanded too. For example, `logger: true` becomes the list of
+default loggers, and in a list of datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl`
+becomes a list with this one dataset. The parser itself accepts a class name without its module only if the name is
+unique. The name AdamW is not unique, so this module expands it to `grpo_lightning.optimizers.AdamW`, not to
+`torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import Namespace
 
-from grpo_lightning import optimizers, schedules
+from grpo_lightning import environments, optimizers, schedules
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import default_loggers
 from grpo_lightning.cli.sources import load_settings, nest_value, pairs
@@ -33,6 +34,9 @@ CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 NAMED = {"optimizer": optimizers, "scheduler": schedules}
 """Settings of the module that accept short names, and the modules of their classes."""
+
+TOOLS = ("grpo_lightning.environments.Tools", "grpo_lightning.environments.tools.Tools")
+"""Import paths of the environment whose tools accept short names."""
 
 MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
@@ -135,6 +139,26 @@ def full_name(name: Any) -> Any:
     return name
 
 
+def full_name_of_environment(name: Any) -> Any:
+    """Convert the name of one of the package's environments or tools to its import path. Keep any other value."""
+    is_own = isinstance(name, str) and name in environments.__all__
+    return f"{environments.__name__}.{name}" if is_own else name
+
+
+def environment_in_full(value: Any) -> Any:
+    """Expand short names in the setting `model.environment`, including the tools of the class `Tools` and of a list."""
+    if isinstance(value, list):
+        return [environment_in_full(item) for item in value]
+    if not isinstance(value, Mapping) or "class_path" not in value:
+        return full_name_of_environment(value)
+    found = {**value, "class_path": full_name_of_environment(value["class_path"])}
+    given = value.get("init_args")
+    # An argument `tools` of a user's own class may contain texts that do not name functions.
+    if found["class_path"] in TOOLS and isinstance(given, Mapping) and "tools" in given:
+        found["init_args"] = {**given, "tools": environment_in_full(given["tools"])}
+    return found
+
+
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
     """Expand short names in flags (`--model.optimizer=AdamW`). In files, the parser expands them."""
     full = list(args)
@@ -219,6 +243,8 @@ def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str
             found[key] = full_name(value)
         elif isinstance(value, dict) and "class_path" in value:
             found[key] = value | {"class_path": full_name(value["class_path"])}
+    if "environment" in model:
+        found["environment"] = environment_in_full(model["environment"])
     if expands_policy and is_name(model.get("policy")):
         # The settings have no class_path, so that a subclass of PolicyLoader that an earlier file names is kept.
         found["policy"] = {"init_args": {"name": model["policy"]}}

@@ -18,11 +18,13 @@ import yaml
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
+from grpo_lightning import environments
 from grpo_lightning.cli.config import (
     CLASS_KEYS,
     NAMED,
     Key,
     arguments,
+    full_name_of_environment,
     function_is_called,
     members,
     named_classes,
@@ -139,6 +141,8 @@ def read_problem(message: str) -> Problem:
         is_found = any(re.search(UNKNOWN, earlier) for earlier in text)
         if not is_found and (match := re.search(r"class_path '([^']+)'", line)):
             kind = match[1]
+        if not is_found and (match := re.search(rf"(?:{UNKNOWN}).*Got value: Namespace\(class_path='([^']+)'", line)):
+            kind = match[3]  # an object where a function is expected too
         if match := re.search(r'Parser key "([^"]+)":', line):
             names, text, depth = [*names, match[1]], [], indent
         else:
@@ -306,12 +310,18 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
     named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted|class, but (\S+) is abstract"
     if named_classes(own.hint) or "expects a function" in problem.text:
         named += r"|Given value: (\w.*\..*)$"
+    if "expects a function" in problem.text:  # also an item of a list of functions
+        named += r"|Got value: (\w[\w.]*\.\w+)$"
     paths = {path for found in re.findall(named, problem.text, re.MULTILINE) for path in found}
     for place in places(sources, problem.names):
         for key, value in leaves(place.value, place.key):
             if not isinstance(value, str) or value not in paths:
                 continue
-            if text := name_of_fragment(key, value) or import_problem(value, own.hint) or refusal(value, problem.text):
+            if (
+                text := name_of_fragment(key, value)
+                or import_problem(value, own.hint, key)
+                or refusal(value, problem.text)
+            ):
                 return place.say(f"{key}: {text}")
     return None
 
@@ -348,11 +358,13 @@ def refusal(path: str, text: str) -> str | None:
     return f"{path} {' and '.join(reasons)}." if reasons else None
 
 
-def import_problem(path: str, hint: Any) -> str | None:
+def import_problem(path: str, hint: Any, key: str) -> str | None:
     """Reason why a value is no import path, or is an invalid import path; None if the import path is valid."""
     if "." not in path.strip("."):
         names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
         near = nearest(path, sorted(names))
+        if not near and key.startswith("model.environment"):
+            near = [full_name_of_environment(name) for name in nearest(path, environments.__all__)]
         known = f"Did you mean {' or '.join(near)}?" if near else "Write module.name."
         return f"{path!r} is neither an import path nor a name of the package. {known}"
     return import_path_problem(path)

@@ -6,6 +6,7 @@ import contextlib
 import dis
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -59,6 +60,23 @@ def short_errors() -> Iterator[None]:
         elif is_inside_a_loop(error.__traceback__):
             print("\n".join(f"rank {rank()}: {line}" for line in lines(error)), file=sys.stderr)
         raise SystemExit(2) from error
+
+
+@contextlib.contextmanager
+def short_interrupt(command: str) -> Iterator[None]:
+    """Print one line for a KeyboardInterrupt (Ctrl-C), and exit with code 130, as shells expect.
+
+    During training, Ctrl-C does not get here. `GracefulStop` handles the first signal, and Lightning the second.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+            raise
+        if rank() == 0:
+            is_fit = command == "fit"
+            print(f"Interrupted{' before training. Nothing was saved' * is_fit}.", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from interrupt
 
 
 def fixable_error(error: BaseException | None) -> BaseException | None:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from grpo_lightning.cli import sources
-from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors
+from grpo_lightning.cli.errors import ConfigurationError, rank, short_errors, short_interrupt
 from grpo_lightning.cli.help import ALL, asks_for_short_help, short_help
 from grpo_lightning.core.log_messages import nearest
 
@@ -45,7 +45,8 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
     """Run a command line.
 
     If there is an error in configuration or data, a message of a few lines is printed and, as in argparse,
-    SystemExit(2) is raised. With GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
+    SystemExit(2) is raised. Ctrl-C before training raises SystemExit(130), after one line. With
+    GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
 
     Args:
         args: Arguments; None uses the arguments of the process.
@@ -57,7 +58,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
     """
     find_own_modules()
     given = sources.split_short_flags(sys.argv[1:] if args is None else args)
-    with short_errors():
+    with short_errors(), short_interrupt(given[0] if given else ""):
         if not given or given[0] in ("-h", "--help"):
             print(help_text())
         elif given[0] == "--version":

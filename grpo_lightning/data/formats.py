@@ -173,7 +173,7 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
         source, column = prompt.source or "the data", prompt.prompt_column
         if not column:
             continue
-        form, given = ("plain text", "a string") if isinstance(prompt.content, str) else ("chats", "a list of messages")
+        form, given = prompt_form(prompt)
         found = [f"{source}: prompts are {form} (column {column!r}); reward functions get a completion as {given}."]
         if unused := unused_prompt_columns(prompt):
             found.append(
@@ -184,6 +184,11 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
             if line not in known:
                 known.add(line)
                 yield line
+
+
+def prompt_form(prompt: Prompt) -> tuple[str, str]:
+    """The form of a prompt in words, and the form in which reward functions get a completion of the prompt."""
+    return ("plain text", "a string") if isinstance(prompt.content, str) else ("chats", "a list of messages")
 
 
 def _check_characters(content: str | list[Message], where: str) -> None:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import pickle
+import re
 import statistics
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from torch import Tensor
 from grpo_lightning.core.event_loop import event_loop
 from grpo_lightning.core.seeding import derived_seed
 from grpo_lightning.core.types import Completion, Group, Message, Prompt
+from grpo_lightning.data.formats import prompt_form
 from grpo_lightning.rewards.base import (
     ALIASES,
     ORM_ALIASES,
@@ -49,6 +51,18 @@ although other completions of its group did. For each reward and kind, the affec
 
 GRACE_SECONDS = 5.0
 """Time after the step's deadline in which workers may still report a timeout."""
+
+EXPECTS_MESSAGES = re.compile(
+    r"raised (?:TypeError: string indices must be integers|AttributeError: 'str' object has no attribute 'get')"
+)
+"""Matches the error of a reward that gets a completion as a string, and uses it as a list of messages."""
+
+EXPECTS_TEXT = re.compile(
+    r"raised (?:TypeError: (?:expected string or bytes-like object|list indices must be integers or slices, not str)"
+    r"|AttributeError: '(?:list|dict)' object has no attribute '(?:strip|split|splitlines|lower|startswith|endswith|"
+    r"find|rfind|partition|rpartition|replace)')"
+)
+"""Matches the error of a reward that gets a completion as a list of messages, and uses it as a string."""
 
 T = TypeVar("T")
 
@@ -441,7 +455,7 @@ class RewardCall:
         self.failures[kind] += count
         where = "; ".join(group.prompt.label for group in groups[:8])
         more = "; ..." if len(groups) > 8 else ""
-        message = f"Reward {self.reward.name!r} {problem} ({where}{more})."
+        message = f"Reward {self.reward.name!r} {problem} ({where}{more}).{_form_hint(self.reward, groups[0], problem)}"
         if self.reward.on_error == "raise":
             fix = "Fix it, raise the limit," if kind == "timeout" else "Fix it,"
             remedy = f"{fix} or wrap it in WeightedReward with on_error 'none' or 'value' to continue without it."
@@ -673,6 +687,23 @@ def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Co
     if is_text and completion.turns is not None and reward.completions_as == "messages":
         as_prompt = written_messages(completion)
     return completion_in_form(as_prompt, reward.completions_as)
+
+
+def _form_hint(reward: WeightedReward, group: Group, problem: str) -> str:
+    """Name the form of the completions, if `problem` is the error of a reward that expects the other form; else ""."""
+    is_string = isinstance(_in_form(reward, group, group.completions[0]), str)
+    if not (EXPECTS_MESSAGES if is_string else EXPECTS_TEXT).match(problem):
+        return ""
+    given, other = ("a string", "a list of messages") if is_string else ("a list of messages", "a string")
+    form, given_by_prompt = prompt_form(group.prompt)
+    if given == given_by_prompt:
+        source, column = group.prompt.source or "the data", group.prompt.prompt_column
+        fact = f"Reward functions get a completion as {given}, because the prompts of {source} are {form}"
+        fact += f" (column {column!r})" * bool(column)
+    else:
+        fact = f"It gets a completion as {given}, because its completions_as is {reward.completions_as!r}"
+    setting = "messages" if is_string else "text"
+    return f" {fact}. To get {other} instead, set completions_as: {setting} in WeightedReward."
 
 
 def applies(prompt: Prompt, reward: str) -> bool:

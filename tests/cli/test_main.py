@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -486,6 +487,59 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(recipe, capsys)
     name = recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False}, policy="not/there")
     failure(capsys, "fit", "--config", name)
     assert not Path("runs/recipe").exists()
+
+
+def raise_interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def _restored_signal():
+    """Lightning ignores further signals when it handles Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+BEFORE_TRAINING = "Interrupted before training. Nothing was saved."
+
+
+@pytest.mark.usefixtures("_restored_signal")
+@pytest.mark.parametrize(
+    "place",
+    [
+        "grpo_lightning.cli.app.Parser.parse_args",
+        "grpo_lightning.cli.app.GRPOCLI.instantiate_trainer",
+        "grpo_lightning.cli.app.GRPOCLI.before_fit",
+        "grpo_lightning.data.datamodule.PromptDataModule.setup",
+    ],
+)
+def test_an_interrupt_before_training_is_a_line(recipe, capsys, monkeypatch, place):
+    monkeypatch.setattr(place, raise_interrupt)
+    with pytest.raises(SystemExit) as error:
+        main(["fit", "--config", recipe(trainer={"enable_checkpointing": True, "enable_progress_bar": False})])
+    assert error.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == BEFORE_TRAINING
+    assert not Path("runs/recipe").exists()
+
+
+@pytest.mark.usefixtures("_restored_signal")
+def test_a_second_interrupt_in_training_is_left_to_lightning(recipe, capsys, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.module.GRPOLightningModule.training_step", raise_interrupt)
+    with pytest.raises(SystemExit) as error:
+        main(["fit", "--config", recipe()])
+    assert error.value.code == 1
+    assert "Interrupted" not in capsys.readouterr().err
+
+
+def test_an_interrupt_of_another_command_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr("grpo_lightning.cli.recipes.run", raise_interrupt)
+    with pytest.raises(SystemExit) as error:
+        main(["recipes", "list"])
+    assert (error.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
+    monkeypatch.setenv("GRPO_LIGHTNING_TRACEBACK", "1")
+    with pytest.raises(KeyboardInterrupt):
+        main(["recipes", "list"])
 
 
 @SLOW

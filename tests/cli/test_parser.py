@@ -1,9 +1,11 @@
 """How settings of several files and flags come together."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from pydoc import locate
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from grpo_lightning.cli import instantiate, parse, runs
 from grpo_lightning.cli.errors import ConfigurationError
 from grpo_lightning.cli.runs import MetricsLogger
+from grpo_lightning.environments import Environment, Step, calculator
 from tests.marks import SLOW, few
 
 WEIGHTED = "grpo_lightning.rewards.WeightedReward"
@@ -558,3 +561,107 @@ def test_a_function_that_creates_a_reward_is_taken():
     rewards = json.dumps([{"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}])
     (reward,) = parsed(f"--model.rewards={rewards}").model.rewards
     assert plain(reward) == {"class_path": path_of(reward_maker), "init_args": {"value": 2.0}}
+
+
+# --------------------------------------------------------------------------------------------------------- environments
+
+TOOLS = "grpo_lightning.environments.Tools"
+CALCULATOR = "grpo_lightning.environments.calculator"
+
+
+class Bench(Environment):
+    """An environment with texts that are no functions."""
+
+    def __init__(self, tools: list[str]) -> None:
+        self.names = tools
+
+    def step(self, completion):
+        return Step(done=True)
+
+
+@pytest.mark.parametrize("form", ["flag", "config"])
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"class_path": TOOLS, "init_args": {"tools": ["grpo_lightning.environments.calculater"]}},
+            f".init_args.tools[0]: grpo_lightning.environments has no 'calculater'. Did you mean {CALCULATOR}?",
+        ),
+        (
+            {"class_path": "Tools", "init_args": {"tools": [CALCULATOR, "mytoolz.area"]}},
+            ".init_args.tools[1]: there is no module 'mytoolz' for mytoolz.area. Searched ",
+        ),
+        (["mytoolz.area"], "[0]: there is no module 'mytoolz' for mytoolz.area. Searched "),
+    ],
+)
+def test_a_tool_that_cannot_be_imported_is_named(form, environment, said):
+    write("second", model={"environment": environment})
+    args = {"flag": [f"--model.environment={json.dumps(environment)}"], "config": ["--config", "second.yaml"]}[form]
+    with pytest.raises(ConfigurationError) as error:
+        parsed(*args)
+    where = {"flag": "on the command line", "config": "second.yaml"}[form]
+    assert str(error.value).startswith(f"{where}: model.environment{said}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["flag", "config", "section"])
+@pytest.mark.parametrize(
+    ("environment", "class_path"),
+    [
+        ("GuessTheNumber", "grpo_lightning.environments.games.GuessTheNumber"),
+        ({"class_path": "GuessTheNumber"}, "grpo_lightning.environments.games.GuessTheNumber"),
+        ({"class_path": "Tools", "init_args": {"tools": [CALCULATOR]}}, TOOLS),
+    ],
+)
+def test_an_environment_by_its_name(form, environment, class_path):
+    write("second", model={"environment": environment})
+    write("section", environment=environment)
+    args = {
+        "flag": [f"--model.environment={json.dumps(environment).strip(chr(34))}"],
+        "config": ["--config", "second.yaml"],
+        "section": ["--model=section.yaml"],
+    }[form]
+    assert locate(parsed(*args).model.environment.class_path) is locate(class_path)
+
+
+def test_tools_by_their_names():
+    search = {"class_path": "Search", "init_args": {"path": "rows.jsonl"}}
+    given = {"class_path": "Tools", "init_args": {"tools": ["calculator", search, CALCULATOR, "os.getcwd"]}}
+    write("second", model={"environment": given})
+    first, second, *others = parsed("--config", "second.yaml").model.environment.init_args.tools
+    assert [first, *others] == [calculator, calculator, os.getcwd]
+    assert (second.class_path, second.init_args.path) == ("grpo_lightning.environments.Search", "rows.jsonl")
+    write("third", model={"environment": ["calculator"]})
+    assert parsed("--config", "third.yaml").model.environment == [calculator]
+
+
+def test_an_unknown_argument_of_a_tool_is_named_with_those_of_the_tool():
+    search = {"class_path": "grpo_lightning.environments.Search", "init_args": {"pth": "rows.jsonl"}}
+    write("second", model={"environment": {"class_path": TOOLS, "init_args": {"tools": [search]}}})
+    with pytest.raises(
+        ConfigurationError, match=r"init_args\.pth\. Did you mean .*\.tools\[0\]\.init_args\.path\?"
+    ) as error:
+        parsed("--config", "second.yaml")
+    assert str(error.value).endswith("Keys of model.environment.init_args.tools[0].init_args: path, top_k.")
+
+
+def test_a_text_in_a_class_of_ones_own_is_no_tool():
+    write("second", model={"environment": {"class_path": path_of(Bench), "init_args": {"tools": ["calculator"]}}})
+    assert parsed("--config", "second.yaml").model.environment.init_args.tools == ["calculator"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ("GuesTheNumber", "GuessTheNumber?"),
+        ({"class_path": "Tools", "init_args": {"tools": ["calculater"]}}, f"Did you mean {CALCULATOR}?"),
+        ({"init_args": {"tools": ["calculator"]}}, f"Did you mean {CALCULATOR}?"),
+    ],
+)
+def test_a_name_like_that_of_an_environment_or_tool_is_suggested(environment, said):
+    write("middle", model={"environment": {"class_path": "Tools", "init_args": {"tools": [CALCULATOR]}}})
+    write("second", model={"environment": environment})
+    with pytest.raises(ConfigurationError) as error:
+        parsed("--config", "middle.yaml", "--config", "second.yaml")
+    assert said in str(error.value)
+    assert str(error.value).startswith("second.yaml: model.environment")

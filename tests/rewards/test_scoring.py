@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import threading
 from dataclasses import replace
 from typing import Any
@@ -346,6 +347,67 @@ def test_a_raise_stops_the_run_and_is_chained(reward: Any, where: str):
         score(reward, *BATCH, name="bad")
     assert isinstance(caught.value.__cause__, KeyError)
     assert "on_error" in str(caught.value)
+
+
+def by_content(completions: Any) -> Any:
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def by_get(completions: Any) -> Any:
+    return [len(message.get("content")) for completion in completions for message in completion]
+
+
+def by_strip(completions: Any) -> Any:
+    return [len(completion.strip()) for completion in completions]
+
+
+def by_pattern(completions: Any) -> Any:
+    return [len(re.findall("a", completion)) for completion in completions]
+
+
+def by_column(completions: Any, answer: Any) -> Any:
+    return [answer[0].strip() for _ in completions]
+
+
+def reward_error(reward: Any, content: Any, **settings: Any) -> str:
+    """Return the error of a reward on a prompt from the column `question` of gsm8k."""
+    one = group("a", "b", content=content, source="gsm8k", answer=3)
+    with pytest.raises(RuntimeError) as caught:
+        score(reward, replace(one, prompt=replace(one.prompt, prompt_column="question")), **settings)
+    return str(caught.value)
+
+
+AS_STRING = (
+    " Reward functions get a completion as a string, because the prompts of gsm8k are plain text (column 'question'). "
+    "To get a list of messages instead, set completions_as: messages in WeightedReward."
+)
+AS_MESSAGES = (
+    " Reward functions get a completion as a list of messages, because the prompts of gsm8k are chats (column "
+    "'question'). To get a string instead, set completions_as: text in WeightedReward."
+)
+
+
+@pytest.mark.parametrize(
+    ("reward", "content", "hint"),
+    [
+        (by_content, "question", AS_STRING),
+        (at_once(by_get), "question", AS_STRING),
+        (by_strip, CHAT, AS_MESSAGES),
+        (by_pattern, CHAT, AS_MESSAGES),
+    ],
+)
+def test_a_reward_that_expects_the_other_form_is_told_the_form(reward: Any, content: Any, hint: str):
+    assert f"(gsm8k, prompt 0).{hint} Fix it, " in reward_error(reward, content)
+
+
+def test_the_form_that_a_reward_requests_is_named_with_its_setting():
+    said = reward_error(by_content, CHAT, completions_as="text")
+    assert "). It gets a completion as a string, because its completions_as is 'text'. To get a list of" in said
+
+
+@pytest.mark.parametrize(("reward", "content"), [(raises, "question"), (by_column, "question"), (by_column, CHAT)])
+def test_other_errors_are_raised_without_a_form(reward: Any, content: Any):
+    assert "a completion as" not in reward_error(reward, content)
 
 
 @pytest.mark.parametrize("reward", [raises, raises_later])

@@ -455,8 +455,8 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
     """Set up the data as `fit` does.
 
     Raises:
-        FileNotFoundError: If the data or the tokenizer that measures them do not exist, and neither --prompt_tokens nor
-            data.prepare is set.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. If the
+            tokenizer for `max_prompt_length` cannot be loaded, the data are not read, and no error is raised.
     """
     why = "the data are streamed"
     if own.prepare:
@@ -464,13 +464,12 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
     try:
         data.setup("fit")
     except FileNotFoundError as error:
-        missing, reason = "the data", "the data do not exist"
+        reason = "the data do not exist"
         if not has_tokenizer(data):
-            missing = "the tokenizer"
             reason = f"data.max_prompt_length {data.max_prompt_length} needs a tokenizer to measure the prompts"
-        if data.prepare is None and own.prompt_tokens is None:
+        elif data.prepare is None and own.prompt_tokens is None:
             raise FileNotFoundError(
-                f"{str(error).rstrip('.')}. To plan without {missing}, set --prompt_tokens: --prompt_tokens 300."
+                f"{str(error).rstrip('.')}. To plan without the data, set --prompt_tokens: --prompt_tokens 300."
             ) from error
         why = f"{reason} ({str(error).rstrip('.')})"
         if data.prepare is not None:
@@ -522,7 +521,8 @@ def longest_prompt(
         why = "the policy's tokenizer cannot be loaded"
         problem = f"The tokenizer: {str(error).strip().partition(chr(10))[0]}"
     if max_prompt_length is not None:
-        return PromptLength(max_prompt_length, "data.max_prompt_length", problem)
+        limit = f"the limit data.max_prompt_length, because {why}" if problem else "data.max_prompt_length"
+        return PromptLength(max_prompt_length, limit, problem)
     return PromptLength(
         ASSUMED_PROMPT_TOKENS,
         f"assumed, without images, because {why}; set another length with --prompt_tokens N",

@@ -510,8 +510,19 @@ def test_a_missing_tokenizer_is_the_reason_that_prompts_are_not_measured(recipe,
     out = said([*args, "--prompt_tokens", "300"])
     assert "The number of prompts is unknown: data.max_prompt_length 64 needs a tokenizer" in out
     assert "the data do not exist" not in out
-    with pytest.raises(FileNotFoundError, match=r"[^.]\. To plan without the tokenizer, set --prompt_tokens"):
-        said(args)
+
+
+def test_without_a_tokenizer_the_limit_of_the_prompts_is_the_length(recipe, said):
+    args = recipe(policy="Qwen/Qwen2.5-7B-Instruct")
+    out = said([*args, "--data.max_prompt_length=384"])
+    assert "The number of prompts is unknown: data.max_prompt_length 384 needs a tokenizer" in out
+    assert (
+        "Longest prompt: 384 tokens (the limit data.max_prompt_length, because the policy's tokenizer cannot be "
+        "loaded). Longest completion: 6." in out
+    )
+    assert "7,615,616,512 weights, 28 layers" in out
+    out = said([*args, "--data.max_prompt_length=384", "--prompt_tokens=300"])
+    assert "Longest prompt: 300 tokens (set by --prompt_tokens)." in out
 
 
 def test_an_assumed_length_is_followed_by_the_error_of_the_tokenizer(recipe, said):
