@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
@@ -109,6 +110,12 @@ def timeout_of(group: Any) -> timedelta:
     """Timeout of the collectives of a process group. PyTorch has no public attribute for it."""
     device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
     return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of the collectives of a process group. In older versions of PyTorch, the function is private."""
+    run = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    run(timeout, group)
 
 
 def _is_cuda_only() -> bool:

@@ -25,6 +25,7 @@ from grpo_lightning.core.types import NOT_SAVED, SamplingParams
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.reference import SyncReference
+from grpo_lightning.policy.sharding import fsdp_modules
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
@@ -411,6 +412,9 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
                 path / "meta.pt", weights_only=weights_only is not False
             )  # None is torch's default, true
             module.frozen.recall_trained(content.get("grpo"))
+        # The checks before training leave embeddings and head gathered. Lightning loads a single file only into shards.
+        for part in fsdp_modules(trainer.lightning_module):
+            part.reshard()
         content = load(checkpoint_path, weights_only=weights_only)
         if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
             raise ValueError(

@@ -31,7 +31,7 @@ from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 
 from grpo_lightning.core import ranks
-from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding, fsdp_modules
+from grpo_lightning.policy.sharding import FullyShard, Partitioned, PartitionedGradients, Sharding
 from grpo_lightning.training.checkpoint_files import num_deepspeed_ranks, open_checkpoint
 
 if TYPE_CHECKING:
@@ -373,6 +373,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
         if self.num_replicas > 1:
             self._replica_mesh = replica_mesh(self.num_replicas, self.root_device.type)
+            use_timeout_of_run(self._replica_mesh)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -386,21 +387,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
-
-    def load_checkpoint(  # Lightning calls it by position
-        self,
-        checkpoint_path: Any,
-        weights_only: bool | None = None,  # noqa: FBT001
-    ) -> dict[str, Any]:
-        """As in Lightning, but reshard all weights first.
-
-        The checks at the start of a run leave embeddings and head gathered, and Lightning can load a single file only
-        into shards.
-        """
-        assert self.model is not None
-        for part in fsdp_modules(self.model):
-            part.reshard()
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @property
     def shard_options(self) -> dict[str, Any]:
@@ -418,12 +404,19 @@ class FSDP2Strategy(ModelParallelStrategy):
 def replica_mesh(num_replicas: int, device_type: str) -> DeviceMesh:
     """[copies, shards of a copy] device mesh of hybrid sharding (HSDP). The ranks of a copy are consecutive.
 
-    The launchers number the ranks node by node. So if there are as many copies as nodes, each copy is within a node.
+    Launchers usually number the ranks node by node. If there are as many copies as nodes, each copy is then within a
+    node.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = (num_replicas, ranks.world_size() // num_replicas)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def use_timeout_of_run(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the timeout of the run's process group. Their default with NCCL is 10 minutes."""
+    for group in mesh.get_all_groups():
+        ranks.set_timeout(group, ranks.timeout_of(torch.distributed.group.WORLD))
 
 
 def check_positive_replicas(num_replicas: int) -> None:
@@ -453,11 +446,11 @@ def check_devices(num_devices: int, num_replicas: int, data_parallel_size: Liter
         )
     if data_parallel_size not in ("auto", num_devices):
         size: Any = data_parallel_size
-        instead = ""
-        if size > 0 and num_devices % size == 0:
-            instead = f" To shard over {size} device(s), set strategy.num_replicas to {num_devices // size} instead."
+        instead = "Remove it."
+        if size > 0 and num_devices % size == 0 and num_devices // size != num_replicas:
+            instead = f"To shard over {size} device(s), set strategy.num_replicas to {num_devices // size} instead."
         raise ValueError(
-            f"strategy.data_parallel_size must be auto or the number of devices, {num_devices}, got {size!r}.{instead}"
+            f"strategy.data_parallel_size must be auto or the number of devices, {num_devices}, got {size!r}. {instead}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -11,6 +12,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from grpo_lightning.core import ranks
 from grpo_lightning.data.source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
@@ -23,6 +25,7 @@ from grpo_lightning.training.strategies import (
     replica_mesh,
     set_no_leaf_modules,
     sharding_of,
+    use_timeout_of_run,
 )
 from tests.helpers.module_runs import PROMPTS, SMALL, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -199,7 +202,6 @@ def test_lightnings_names_for_deepspeed_are_refused(name):
     [
         DDPStrategy(),
         FSDP2Strategy(),
-        FSDP2Strategy(num_replicas=2),
         ModelParallelStrategy(2, 1),
         L.Trainer(accelerator="cpu").strategy,
     ],
@@ -277,6 +279,15 @@ def test_each_copy_is_sharded_over_consecutive_ranks(eight_devices, num_replicas
     assert torch.equal(model.lm_head.weight.to_local(), wanted)
 
 
+def test_the_groups_of_the_copies_have_the_timeout_of_the_run(eight_devices, monkeypatch):
+    """PyTorch's default with NCCL is 10 minutes, and Lightning's is 30."""
+    found = []
+    monkeypatch.setattr(ranks, "timeout_of", lambda group: timedelta(minutes=7))
+    monkeypatch.setattr(ranks, "set_timeout", lambda group, timeout: found.append((group.size(), timeout)))
+    use_timeout_of_run(replica_mesh(2, "cpu"))
+    assert found == [(2, timedelta(minutes=7)), (4, timedelta(minutes=7))]
+
+
 def test_one_copy_is_sharded_over_all_devices(eight_devices):
     strategy = FSDP2Strategy()
     strategy._device_mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
@@ -289,7 +300,8 @@ def test_one_copy_is_sharded_over_all_devices(eight_devices):
         ({"num_replicas": 3}, r"num_replicas must divide .* got 3 for 8 device\(s\).*: 1, 2, 4, 8"),
         ({"num_replicas": 16}, r"num_replicas must divide .* got 16 for 8 device\(s\).*: 1, 2, 4, 8"),
         ({"data_parallel_size": 4}, r"data_parallel_size must be .* 8, got 4.*num_replicas to 2"),
-        ({"data_parallel_size": 3}, r"data_parallel_size must be .* 8, got 3\.$"),
+        ({"data_parallel_size": 3}, r"data_parallel_size must be .* 8, got 3\. Remove it\.$"),
+        ({"data_parallel_size": 4, "num_replicas": 2}, r"data_parallel_size must be .* 8, got 4\. Remove it\.$"),
     ],
 )
 def test_devices_that_cannot_be_divided_among_the_copies_are_refused(settings, message):

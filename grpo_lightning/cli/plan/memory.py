@@ -203,7 +203,7 @@ def division_of(strategy: Any, world_size: int) -> Division:
         )
     if kind in ("FSDP2Strategy", "ModelParallelStrategy"):
         replicas = arguments.get("num_replicas", 1)
-        check_devices(W, replicas)
+        check_devices(W, replicas, arguments.get("data_parallel_size", "auto") if kind == "FSDP2Strategy" else "auto")
         shards = W // replicas
         return Division(shards, shards, shards, num_replicas=replicas, gathers_layers=True, gathers_ends=True)
     if kind == "DDPStrategy" or (kind == "auto" and W > 1):

@@ -190,6 +190,9 @@ def test_copies_that_fit_refuses_are_not_planned():
         division_of(replicas(3), 8)
     with pytest.raises(ValueError, match=r"num_replicas must be at least 1, got 0"):
         division_of(replicas(0), 8)
+    strategy = {"class_path": "grpo_lightning.FSDP2Strategy", "init_args": {"data_parallel_size": 4}}
+    with pytest.raises(ValueError, match=r"data_parallel_size must be auto or the number of devices, 8, got 4\."):
+        division_of(strategy, 8)
 
 
 def test_the_memory_of_a_device_depends_on_the_devices_of_its_copy():
