@@ -29,7 +29,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.non_default_settings import CLI_DEFAULTS
 from grpo_lightning.training.checkpoint_saving import check_ranks
 from grpo_lightning.training.failed_ranks import end_launched
-from grpo_lightning.training.signals import GracefulStop
+from grpo_lightning.training.signals import GracefulStop, words_without_checkpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -417,7 +417,17 @@ class GRPOCLI(LightningCLI):
             if self.trainer.global_step == 0:
                 self.leave_nothing()
             end_launched(self.trainer, seconds=5)
+            if self.stop is not None and self.stop.is_interrupted and rank() == 0:
+                log.info(words_without_checkpoint(self.trainer.global_step, self.newest_of_this_run()))
             raise
+
+    def newest_of_this_run(self) -> Path | None:
+        """Find the newest checkpoint of this run from which it can resume."""
+        if self.folder is None:
+            return None
+        trainer, folder = self.requested[self.subcommand].trainer, self.folder.parent
+        own, elsewhere = resume.folders_of_run(self.folder), resume.folders_elsewhere(trainer, folder)
+        return resume.newest(own, elsewhere=elsewhere, runs=folder, to_train=True)[0]
 
     def before_fit(self) -> None:
         """Before the weights are loaded, refuse a checkpoint from which this number of ranks cannot resume."""
