@@ -450,7 +450,12 @@ class GRPOCLI(LightningCLI):
     def show_results(self, *, is_shown: bool) -> None:
         """Print the metrics of an evaluation on rank 0."""
         if is_shown and self.trainer.is_global_zero:
-            runs.print_results({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+            validation = self.model.validation
+            success = validation.success or self.model.reward_set.success
+            runs.print_results(
+                {name: float(value) for name, value in self.trainer.callback_metrics.items()},
+                solved=f"{success} is at least {validation.success_value:g} (model.validation.success)",
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Instantiate the Trainer with the default callbacks."""
