@@ -425,7 +425,7 @@ class GRPOCLI(LightningCLI):
         """Find the newest checkpoint of this run from which it can resume."""
         if self.folder is None:
             return None
-        trainer, folder = self.requested[self.subcommand].trainer, self.folder.parent
+        trainer, folder = self.requested[str(self.subcommand)].trainer, self.folder.parent
         own, elsewhere = resume.folders_of_run(self.folder), resume.folders_elsewhere(trainer, folder)
         return resume.newest(own, elsewhere=elsewhere, runs=folder, to_train=True)[0]
 
