@@ -102,6 +102,7 @@ from grpo_lightning.training.lightning_internals import (
     set_training_order,
 )
 from grpo_lightning.training.metrics import (
+    EvaluationLog,
     PeakMemory,
     StepLog,
     StepMetrics,
@@ -840,15 +841,18 @@ class GRPOLightningModule(L.LightningModule):
         for kind, table in self.tables[dataloader_idx].items():
             table.update(self.evaluate(as_prompt_batch(batch).prompts, is_greedy=kind == "greedy"))
 
-    @checks.required_hook
-    def on_validation_epoch_end(self) -> None:
-        """Log `val/...` (sampled) and `val/greedy/...` (greedy) per loader, over the prompts of all ranks."""
+    def log_evaluation(self) -> None:
+        """Log `val/...` (sampled) and `val/greedy/...` (greedy) per loader, over the prompts of all ranks.
+
+        `EvaluationLog` calls this method at the end of the epoch, before the same hook of the user's callbacks. In
+        `on_validation_epoch_end` of this module, it would run after these callbacks, which would then see the values of
+        the previous validation.
+        """
         self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
 
     # `test` is validation under another name.
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
-    on_test_epoch_end = on_validation_epoch_end
 
     @checks.required_hook
     def on_predict_epoch_start(self) -> None:
@@ -1063,9 +1067,10 @@ class GRPOLightningModule(L.LightningModule):
             own.append(PeakMemory())
         # Remove the callbacks that an earlier run of this Trainer added here. Lightning would replace them as well, but
         # with a warning that names the user's callbacks.
-        kinds = {PeakMemory, *map(type, own)}
+        kinds = {EvaluationLog, PeakMemory, *map(type, own)}
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if type(callback) not in kinds]
+        # Lightning appends the callbacks that this hook returns. `EvaluationLog` has to be the first of all.
+        callbacks[:] = [EvaluationLog(), *(callback for callback in callbacks if type(callback) not in kinds)]
         return own
 
     @checks.required_hook

@@ -59,6 +59,8 @@ class RunSummary(StepMetrics):
         """Forget the previous run."""
         self.folder: Path | None = None
         self.started = time.monotonic()
+        self.started_at = time.time()
+        """The time of day at which the run started or resumed, for comparison with the times of files."""
         self.first_step = 0
         self.step = -1
         self.latest: dict[str, float] = {}
@@ -119,7 +121,8 @@ class RunSummary(StepMetrics):
             title = f"{how} at step {trainer.global_step}: {steps} in {clock(seconds)}"
             lines = [Text(), Text(title, "bold")]
             resumed = [("resumed", f"at step {self.first_step}; this is about the steps since")] * bool(self.first_step)
-            for label, text in [*resumed, *self.results(trainer), *self.costs(seconds), *places(trainer, self.folder)]:
+            found = places(trainer, self.folder, self.started_at)
+            for label, text in [*resumed, *self.results(trainer), *self.costs(seconds), *found]:
                 parts = textwrap.wrap(text, max(console.width, 80) - 15, break_long_words=False, break_on_hyphens=False)
                 for i, part in enumerate(parts):
                     lines.append(Text.assemble(("" if i else f"  {label}").ljust(15), part.replace(NO_BREAK, " ")))
@@ -159,8 +162,12 @@ class RunSummary(StepMetrics):
         yield "time", ", ".join(f"{name} {share}{NO_BREAK}%" for name, share in shares.items() if share > 1)
 
 
-def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
-    """For each result, yield a label, and the path of the result or the command that creates it."""
+def places(trainer: L.Trainer, folder: Path, started_at: float = 0.0) -> Iterator[tuple[str, str]]:
+    """For each result, yield a label, and the path of the result or the command that creates it.
+
+    A report that is older than `started_at`, when the run started or resumed, lacks the steps since then. Therefore,
+    the command is yielded instead.
+    """
     folder = relative_path(folder)
     if folder.is_dir():
         yield "run folder", str(folder)
@@ -172,8 +179,9 @@ def places(trainer: L.Trainer, folder: Path) -> Iterator[tuple[str, str]]:
         yield "checkpoint", str(relative_path(path))
     if not checkpoints and not trainer.checkpoint_callbacks:
         yield "checkpoint", "none (trainer.enable_checkpointing is false)"
-    if (folder / "report.html").is_file():
-        yield "report", str(folder / "report.html")
+    report = folder / "report.html"
+    if report.is_file() and report.stat().st_mtime >= started_at:
+        yield "report", str(report)
     elif (folder / FILES["metrics"]).is_file():
         yield "report", f"grpo-lightning report {shlex.quote(str(folder))}"
 

@@ -29,7 +29,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.report.non_default_settings import CLI_DEFAULTS
 from grpo_lightning.training.checkpoint_saving import check_ranks
 from grpo_lightning.training.failed_ranks import end_launched
-from grpo_lightning.training.signals import GracefulStop
+from grpo_lightning.training.signals import GracefulStop, words_without_checkpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -419,12 +419,22 @@ class GRPOCLI(LightningCLI):
             end_launched(self.trainer, seconds=5)
             if self.is_interrupted_early(error):
                 raise KeyboardInterrupt from error
+            if self.stop is not None and self.stop.is_interrupted and rank() == 0:
+                log.info(words_without_checkpoint(self.trainer.global_step, self.newest_of_this_run()))
             raise
 
     def is_interrupted_early(self, error: BaseException) -> bool:
         """True if Ctrl-C interrupted `fit` before training. Lightning has then turned it into an exit with code 1."""
         is_by_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
         return is_by_lightning and self.stop is not None and self.stop.trainer is None
+
+    def newest_of_this_run(self) -> Path | None:
+        """Find the newest checkpoint of this run from which it can resume."""
+        if self.folder is None:
+            return None
+        trainer, folder = self.requested[str(self.subcommand)].trainer, self.folder.parent
+        own, elsewhere = resume.folders_of_run(self.folder), resume.folders_elsewhere(trainer, folder)
+        return resume.newest(own, elsewhere=elsewhere, runs=folder, to_train=True)[0]
 
     def before_fit(self) -> None:
         """Before the weights are loaded, refuse a checkpoint from which this number of ranks cannot resume."""
@@ -447,7 +457,12 @@ class GRPOCLI(LightningCLI):
     def show_results(self, *, is_shown: bool) -> None:
         """Print the metrics of an evaluation on rank 0."""
         if is_shown and self.trainer.is_global_zero:
-            runs.print_results({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+            validation = self.model.validation
+            success = validation.success or self.model.reward_set.success
+            runs.print_results(
+                {name: float(value) for name, value in self.trainer.callback_metrics.items()},
+                solved=f"{success} is at least {validation.success_value:g} (model.validation.success)",
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Instantiate the Trainer with the default callbacks."""

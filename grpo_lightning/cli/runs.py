@@ -393,7 +393,7 @@ def keeps_only_best(callback: ModelCheckpoint) -> bool:
 # --------------------------------------------------------------------------------------------------------- its results
 
 
-def print_results(metrics: Mapping[str, float], console: Console | None = None) -> None:
+def print_results(metrics: Mapping[str, float], console: Console | None = None, *, solved: str = "") -> None:
     """Print the table of `validate` and `test`.
 
     The table has one row per metric, and one column each for sampled and greedy completions.
@@ -402,6 +402,7 @@ def print_results(metrics: Mapping[str, float], console: Console | None = None) 
         metrics: Values by log key, for example `val/reward` and `val/greedy/avg@1/low`. With several loaders, a key is
             for example `val/loader_0/reward`. The bounds of a confidence interval are printed next to their metric.
         console: Console that prints the table; None prints to stdout.
+        solved: When a completion counts as solved, for a line below the table. Without it, there is no such line.
     """
     # The stage ("val", "test") is the title of the column; the names of several loaders stay in the rows.
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}
@@ -418,4 +419,7 @@ def print_results(metrics: Mapping[str, float], console: Console | None = None) 
     for name in dict.fromkeys(name for own in numbers.values() for name in own):
         if not is_bound(name):
             table.add_row(name, *(cell(own, name) for own in numbers.values()))
-    (console or Console()).print(table)
+    console = console or Console()
+    console.print(table)
+    if solved:
+        console.print(f"avg@G and pass@k count a completion as solved if {solved}.", markup=False, highlight=False)

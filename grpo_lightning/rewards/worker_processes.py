@@ -80,11 +80,13 @@ def supervise(descriptor: int) -> None:
 
 
 def _load_reward(data: bytes) -> tuple[WeightedReward | None, str | None]:
-    """Unpickle a reward. Returns: (reward, None), or (None, why it cannot be loaded)."""
+    """Unpickle a reward. Returns: (reward, None), or (None, why it runs in the training process)."""
     try:
         return pickle.loads(data), None  # noqa: S301 (from our own process)
     except BaseException as error:  # noqa: BLE001 (importing a module may do anything, even exit)
-        return None, f"{type(error).__name__}: {error}"
+        if isinstance(error, AttributeError) and "module '__main__'" in str(error):  # here, another program is __main__
+            return None, "it is defined in the training script or notebook"
+        return None, f"it cannot be loaded in another process ({type(error).__name__}: {error})"
 
 
 @dataclass(eq=False)

@@ -413,7 +413,7 @@ class WorkerPool:
             ) from None
         for name, place in list(self._places.items()):
             if (problem := problems[place]) is not None:
-                self.keep(name, f"it cannot be loaded in another process ({problem})")
+                self.keep(name, problem)
 
     @property
     def is_loaded(self) -> bool:

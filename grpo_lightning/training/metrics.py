@@ -547,6 +547,21 @@ class UpdateLog(L.Callback):
             module.log("policy/grad_norm", norm, batch_size=1)
 
 
+class EvaluationLog(L.Callback):
+    """Logs the metrics of a validation or test at the end of its epoch.
+
+    As the first callback of the Trainer, it logs before all other callbacks run, so `on_validation_epoch_end` of these
+    callbacks sees the new values in `trainer.callback_metrics`.
+    """
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Log the metrics of a validation."""
+        if hasattr(pl_module, "log_evaluation"):  # the Trainer may later run another module with the same callbacks
+            pl_module.log_evaluation()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
 class PeakMemory(L.Callback):
     """Logs each phase's peak of allocated memory on CUDA devices as `memory/<phase>_gib`, once per optimizer step.
 

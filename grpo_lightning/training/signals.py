@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 PATTERN = "stopped-*.ckpt"
+REPEAT_SECONDS = 1.0
+"""Time after a signal in which the same signal counts as a copy. `timeout` and `make` send a signal to the process and
+to its process group, so the process gets it twice."""
 PHASES_BEFORE_UPDATE = ("rollout", "reward")
 """Phases of a training step in which weights and optimizer have not changed since the end of the previous step."""
 
@@ -79,7 +83,8 @@ class GracefulStop(L.Callback):
 
     At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
     run does not validate. It does not end the epoch either, because a resumed run would then skip the rest of the
-    epoch's data. The first signal restores the previous signal handlers, which then handle a second signal.
+    epoch's data. A second signal restores the previous signal handlers, which then handle it. If the second signal is
+    the same as the first and follows within `REPEAT_SECONDS`, it is ignored.
 
     If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
     one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
@@ -95,7 +100,10 @@ class GracefulStop(L.Callback):
         self.folder = Path(folder)
         self.is_saving = is_saving
         self.received: int | None = None
+        self.received_at = 0.0
         self.stopped_at: int | None = None
+        self.is_interrupted = False
+        """True if a KeyboardInterrupt, for example of a second Ctrl-C, has ended the run without a checkpoint."""
         self.checkpoint: Path | None = None
         self.old_handlers: dict[int, Any] = {}
         self.trainer: L.Trainer | None = None
@@ -104,7 +112,7 @@ class GracefulStop(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Register the signal handlers. Lightning has registered its own SIGTERM handler earlier."""
-        self.first_step, self.phase = trainer.global_step, None
+        self.first_step, self.phase, self.received = trainer.global_step, None, None
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers only in the main thread
         self.trainer = trainer
@@ -112,16 +120,20 @@ class GracefulStop(L.Callback):
             self.old_handlers[signum] = signal.signal(signum, self.receive)
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Remember the signal, and restore the old handlers, which then handle a second signal."""
-        self.restore()
-        self.received = signum
+        """Remember the first signal. Restore the old handlers for a second signal that is not a copy of the first."""
+        if self.received is not None:
+            if signum != self.received or time.monotonic() - self.received_at >= REPEAT_SECONDS:
+                self.restore()
+                signal.raise_signal(signum)
+            return
+        self.received, self.received_at = signum, time.monotonic()
         launcher = subprocess_launcher(self.trainer) if self.trainer is not None else None
         # Ctrl-C reaches every process of a terminal, but SIGTERM often reaches only the first process.
         if signum == signal.SIGTERM and launcher is not None:
             launcher.kill(signal.SIGTERM)
         # Not through logging: a handler may interrupt a write to stderr, and a second write inside it raises an error.
         if self.trainer is None or self.trainer.is_global_zero:
-            again = "; Ctrl-C again stops at once" if signum == signal.SIGINT else ""
+            again = "; Ctrl-C again stops at once without saving a checkpoint" if signum == signal.SIGINT else ""
             os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
 
     def restore(self) -> None:
@@ -164,6 +176,7 @@ class GracefulStop(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Put the old handlers back. If an error ended sampling or scoring, save the state after the previous step."""
         self.restore()
+        self.is_interrupted = isinstance(exception, KeyboardInterrupt)
         if isinstance(exception, Exception) and self.is_saving and self.can_save_after_error(trainer):
             self.save_after_error(trainer)
 
@@ -201,3 +214,13 @@ class GracefulStop(L.Callback):
         """Message with the step at which the run stopped, and how to resume."""
         resuming = "; resume with the same command and --ckpt_path auto" if self.checkpoint else ""
         return f"Stopped at step {self.stopped_at}{resuming}."
+
+
+def words_without_checkpoint(step: int, newest: Path | None) -> str:
+    """Message that no checkpoint was saved at `step`, the end of the run, and the newest checkpoint of the run."""
+    found = (
+        "This run has no checkpoint."
+        if newest is None
+        else f"The newest checkpoint is {newest}. Resume with the same command and --ckpt_path auto."
+    )
+    return f"Stopped at step {step} without saving a checkpoint. {found}"

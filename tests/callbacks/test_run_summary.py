@@ -1,12 +1,13 @@
 """A run logs a summary at its end."""
 
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from grpo_lightning.callbacks import BeforeAfter, RunSummary
 from grpo_lightning.callbacks import run_summary as summaries
@@ -189,6 +190,19 @@ def test_where_things_are(tmp_path):
     assert dict(places(trainer, folder))["checkpoint"] == "runs/mine/version_0/stopped-step=5.ckpt"
     (folder / "report.html").touch()
     assert dict(places(trainer, folder))["report"] == "runs/mine/version_0/report.html"
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_report_from_before_the_run_resumed_is_not_named(tmp_path, capsys, is_written):
+    """It lacks the steps since then."""
+    path = tmp_path / "report.html"
+    for file in (path, tmp_path / "metrics.csv"):
+        file.touch()
+    os.utime(path, (1e9, 1e9))
+    writing = LambdaCallback(on_fit_end=lambda *_: path.touch() if is_written else None)
+    fit(make_module(length=2), max_steps=1, default_root_dir=tmp_path, callbacks=[RunSummary(), writing])
+    report = summary(capsys.readouterr().out)["report"]
+    assert report == ("report.html" if is_written else "grpo-lightning report .")
 
 
 def test_the_command_of_the_report_is_quoted(tmp_path):

@@ -230,6 +230,7 @@ def test_validate_on_a_base_model(recipe, capsys):
     assert 1 <= metrics["val/length"] <= 4
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert "as solved if exact_match is at least 1" in " ".join(lines)
     shown = {cells[1].strip(): cells[2:4] for line in lines if len(cells := line.split("│")) == 5}
     length = shown["length"]
     assert [cell.strip() for cell in length] == [f"{metrics[f'val/{kind}length']:#.4g}" for kind in ("", "greedy/")]

@@ -411,6 +411,13 @@ def test_without_greedy_completions_there_is_no_such_column():
     assert table({"test/reward": 0.5}) == [["test", "sampled"], ["reward", "0.5000"]]
 
 
+def test_a_line_says_what_counts_as_solved():
+    out = io.StringIO()
+    print_results({"val/avg@2": 0.5}, Console(file=out, width=80), solved="short is at least 1")
+    note = "avg@G and pass@k count a completion as solved if short is at least 1."
+    assert out.getvalue().splitlines()[-1] == note
+
+
 def test_loaders_and_sources_keep_their_names():
     metrics = {"val/loader_0/reward": 1.0, "val/loader_1/greedy/reward": 2.0, "val/source/a/reward": 3.0}
     assert table(metrics) == [

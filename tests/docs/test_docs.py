@@ -68,6 +68,8 @@ THEIR_FILES = {
     "my_losses.py",
     "my_run.yaml",
     "config.yaml",
+    "config_0.yaml",
+    "hparams.yaml",
 }
 
 

@@ -114,7 +114,7 @@ def planned(policy: str, strategy: str, more: list[str], capsys: pytest.CaptureF
         own = ["--config", f"strategies/{strategy}", "--trainer.devices=8"]
     with contextlib.suppress(SystemExit):  # it does not fit
         main(["plan", "--config", "planned.yaml", *own, *more, "--prompt_tokens=512", "--device_gib=80"])
-    (number,) = re.findall(r"fits?: ([\d.]+) of 80 GiB|not fit: ([\d.]+) of", capsys.readouterr().out)
+    (number,) = re.findall(r"fits?: ([\d.]+) of 80 GiB|not fit: ([\d.]+) of", "".join(capsys.readouterr()))
     return float(number[0] or number[1])
 
 

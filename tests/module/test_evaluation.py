@@ -1,5 +1,6 @@
 """validate, test and predict: what is drawn, what is logged, and that no loss is computed."""
 
+import lightning as L
 import pytest
 from torch.utils.data import DataLoader
 
@@ -160,3 +161,82 @@ def test_predictions():
     assert len(lines) == 20
     assert lines[0]["prompt"] == "prompt 0"
     assert lines[0]["columns"] == {"answer": "0"}
+
+
+# ------------------------------------------------------------------------------------------------ what callbacks see
+
+
+class Numbered:
+    """A reward that gives every completion the number of the validation."""
+
+    in_process, number = True, 0
+
+    def __call__(self, completions):
+        return [float(self.number)] * len(completions)
+
+
+class Ends(L.Callback):
+    """Notes the rewards that the ends of the epochs see, and begins the next validation."""
+
+    def __init__(self, reward):
+        self.reward, self.seen = reward, []
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        names = [name for name in trainer.callback_metrics if name.endswith(("l/reward", "t/reward", "0/reward"))]
+        self.seen.append({name: trainer.callback_metrics[name].item() for name in names})
+        self.reward.number += 1
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+class OwnEnd(GRPOLightningModule):
+    """Logs something of its own at the end of the epoch, and adds a callback, both without `super()`."""
+
+    def configure_callbacks(self):
+        return Ends(self.reward_set.rewards[0].reward)
+
+    def on_validation_epoch_end(self):
+        self.log("val/own", self.trainer.callback_metrics["val/reward"] + 1)
+
+
+def numbered(kind=GRPOLightningModule):
+    reward = Numbered()
+    return make_module(kind, length=2, rewards=[reward]), Ends(reward)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_callbacks_see_the_new_values_at_the_end_of_the_epoch(stage, num_loaders):
+    module, ends = numbered()
+    trainer = make_trainer(callbacks=[ends], limit_val_batches=2)
+    sources = [PromptSource(ROWS, 2, shuffle=False) for _ in range(num_loaders)]
+    results = [getattr(trainer, stage)(module, sources, verbose=False) for _ in range(2)]
+    prefix = {"validate": "val", "test": "test"}[stage] + "/loader_0" * (num_loaders > 1)
+    assert ends.seen == [{f"{prefix}/reward": 0}, {f"{prefix}/reward": 1}]
+    assert [result[-1][f"{prefix}/reward"] for result in results] == [0, 1]
+    assert [len(result) for result in results] == [num_loaders] * 2
+
+
+@pytest.mark.parametrize("kind", [GRPOLightningModule, OwnEnd])
+def test_callbacks_see_the_new_values_while_a_run_trains(kind):
+    module, ends = numbered(kind)
+    given = [] if kind is OwnEnd else [ends]
+    trainer = make_trainer(callbacks=given, max_steps=2, val_check_interval=1, num_sanity_val_steps=1)
+    trainer.fit(module, PromptSource(ROWS, 2), PromptSource(ROWS, 2))
+    (ends,) = [callback for callback in trainer.callbacks if isinstance(callback, Ends)]
+    assert ends.seen == [{"val/reward": number} for number in range(3)]  # the first is that of the sanity check
+    assert trainer.callback_metrics["val/reward"] == 2
+    assert kind is GRPOLightningModule or trainer.callback_metrics["val/own"] == 3
+
+
+def test_a_trainer_validates_a_plain_module_afterwards():
+    module, ends = numbered()
+    trainer = make_trainer(callbacks=[ends])
+    trainer.validate(module, PromptSource(ROWS, 2), verbose=False)
+
+    class Plain(L.LightningModule):
+        def validation_step(self, batch):
+            self.log("val/reward", 7.0)
+
+    trainer.validate(Plain(), DataLoader([1]), verbose=False)
+    assert ends.seen == [{"val/reward": 0}, {"val/reward": 7}]

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from grpo_lightning.cli import main
 from grpo_lightning.module import GRPOLightningModule
+from grpo_lightning.training import signals
 from grpo_lightning.training.signals import SIGNALS, GracefulStop
 from tests.helpers.module_runs import are_equal, fit, make_module, weights_of
 from tests.helpers.paths import ROOT
@@ -102,7 +103,7 @@ def test_without_a_handler_of_lightnings_nothing_is_taken(monkeypatch, kind):
 
 
 STEPS = 6
-# Sends itself the signal in the middle of its third step: the second of two micro-batches is still to come.
+# Sends itself the signals in the middle of its third step: the second of two micro-batches is still to come.
 REWARDS = """
 import os, signal
 
@@ -111,8 +112,9 @@ calls = 0
 def lengths(completions):
     global calls
     calls += 1
-    if calls == 3 and "SEND" in os.environ:
-        os.kill(os.getpid(), int(os.environ["SEND"]))
+    if calls == 3:
+        for signum in os.environ.get("SEND", "").split():
+            os.kill(os.getpid(), int(signum))
     return [float(len(set(text))) for text in completions]
 
 lengths.in_process = True  # the signal is for the run
@@ -148,10 +150,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def command_line(folder, *flags, send=None):
-    environment = {name: value for name, value in os.environ.items() if name != "SEND"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {} if send is None else {"SEND": str(int(send))}
+def command_line(folder, *flags, send=()):
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["SEND"] = " ".join(str(int(signum)) for signum in send)
     start = "from grpo_lightning.cli import entry_point; entry_point()"
     command = [sys.executable, "-W", "ignore", "-c", start, "fit", "--config", "r.yaml", *flags]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -178,7 +179,8 @@ def one_thread():
 @SLOW
 @pytest.mark.usefixtures("one_thread")
 def test_a_stopped_run_goes_on_to_the_weights_of_an_unbroken_one(folder, monkeypatch):
-    stopped = command_line(folder, "--run_name=broken", send=signal.SIGINT)
+    # `timeout` and `make` also send it twice.
+    stopped = command_line(folder, "--run_name=broken", send=[signal.SIGINT, signal.SIGINT])
     assert stopped.returncode == 130, stopped.stderr
     assert stopped.stderr.count("stopping after this step") == 1
     assert stopped.stderr.splitlines()[-1].endswith("; resume with the same command and --ckpt_path auto.")
@@ -200,7 +202,7 @@ def test_a_stopped_run_goes_on_to_the_weights_of_an_unbroken_one(folder, monkeyp
 
 @pytest.mark.slow
 def test_sigterm_stops_a_run_too_and_without_checkpoints_nothing_is_promised(folder):
-    stopped = command_line(folder, "--trainer.enable_checkpointing=false", send=signal.SIGTERM)
+    stopped = command_line(folder, "--trainer.enable_checkpointing=false", send=[signal.SIGTERM])
     assert stopped.returncode == 143, stopped.stderr
     assert "Stopped at step" in stopped.stderr
     assert "ckpt_path" not in stopped.stderr
@@ -224,17 +226,67 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_the_second_signal_is_handled_as_ever(tmp_path, capfd):
+def test_the_second_signal_is_handled_as_ever(tmp_path, capfd, monkeypatch):
     before = [signal.getsignal(signum) for signum in SIGNALS]
     callback = GracefulStop(tmp_path)
     callback.on_train_start(SingleProcess(), None)
     assert signal.getsignal(signal.SIGINT) == callback.receive
     signal.raise_signal(signal.SIGINT)
-    assert "Ctrl-C: stopping after this step; Ctrl-C again stops at once." in capfd.readouterr().err
+    message = "Ctrl-C: stopping after this step; Ctrl-C again stops at once without saving a checkpoint."
+    assert message in capfd.readouterr().err
     assert callback.exit_code == 130
-    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+    monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_two_signals_at_once_are_one(tmp_path, capfd, signum):
+    """`timeout` and `make` send a signal to the process and to its group."""
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    callback = GracefulStop(tmp_path)
+    callback.on_train_start(SingleProcess(), None)
+    for _ in range(3):
+        signal.raise_signal(signum)
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+    callback.on_train_end(None, None)
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_another_signal_is_no_copy(tmp_path):
+    callback = GracefulStop(tmp_path)
+    callback.on_train_start(SingleProcess(), None)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_after_a_second_ctrl_c_the_last_message_names_the_newest_checkpoint(
+    folder, monkeypatch, caplog, has_checkpoint
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "interrupting", raising=False)
+    monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setenv("SEND", " ".join([str(int(signal.SIGINT))] * 2))
+    command = ["fit", "--config", "r.yaml"]
+    if has_checkpoint:
+        saving = {"class_path": "NewestCheckpoints", "init_args": {"save_steps": 1, "save_total_limit": 1}}
+        command.append(f"--trainer.callbacks+={json.dumps(saving)}")
+    caplog.set_level(logging.INFO, logger="grpo_lightning")
+    with pytest.raises(SystemExit):
+        main(command)
+    newest = "runs/r/version_0/checkpoints/step=2.ckpt"
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*.ckpt")] == [newest] * has_checkpoint
+    found = "This run has no checkpoint."
+    if has_checkpoint:
+        found = f"The newest checkpoint is {newest}. Resume with the same command and --ckpt_path auto."
+    assert caplog.messages[-1] == f"Stopped at step 2 without saving a checkpoint. {found}"
 
 
 @pytest.mark.parametrize("end", ["on_train_end", "on_exception"])

@@ -84,7 +84,7 @@ def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[
         print_lines(console, "Memory", [f"Unknown: {error} {remedy}"])
         return
     refusal = print_device_memory(console, planned, model, own.device_gib)
-    if refusal is not None and not (planned.is_on_cpu and own.device_gib is None):
+    if refusal is not None:
         print(f"\nerror: {refusal}", file=sys.stderr)
         raise SystemExit(1)
 
@@ -211,7 +211,8 @@ def print_device_memory(console: Console, planned: PlannedRun, model: Any, given
             there is one.
 
     Returns:
-        An error message if the run does not fit. None if the run can fit, or if no capacity is known.
+        An error message if the run does not fit. None if the run can fit, if no capacity is known, or if the run is on
+        the CPU and `given_gib` is None.
     """
     from grpo_lightning.cli.plan import memory, report, vllm
     from grpo_lightning.cli.plan.model import sizes_of
@@ -229,7 +230,9 @@ def print_device_memory(console: Console, planned: PlannedRun, model: Any, given
     remarks = [*model_remarks(sizes, loader), *vllm.remarks(engine, size), *remarks, *more, *not_counted]
     lines = [*report.token_lines(settings, planned.why_tokens), *filter(None, [planned.tokenizer_problem])]
     report.print_lines(console, "Tokens", lines)
-    return report.print_memory(console, sizes, settings, parts + reward_parts, remarks, given_gib, size)
+    uses_device = given_gib is not None or not planned.is_on_cpu
+    parts += reward_parts
+    return report.print_memory(console, sizes, settings, parts, remarks, given_gib, size, uses_device=uses_device)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments

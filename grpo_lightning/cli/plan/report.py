@@ -178,14 +178,18 @@ def print_memory(
     remarks: list[str],
     device_gib: float | None,
     engine: vllm.VLLMSize | None = None,
+    *,
+    uses_device: bool = True,
 ) -> str | None:
     """Print the table of parts, the peak, and the comparison with the device.
 
-    `engine` is the memory of vLLM, or None if the run does not use vLLM.
+    `engine` is the memory of vLLM, or None if the run does not use vLLM. `uses_device` is False for a run on the CPU
+    that is compared with a GPU of this machine.
 
     Returns:
         If the run does not fit the device, or if vLLM does not fit its share, the result is an error message with
-        settings that reduce memory. Otherwise, it is None. It is also None if no device's memory is known.
+        settings that reduce memory. The comparison with the device is then part of this message, and is not printed.
+        Otherwise, the result is None. It is also None if no device's memory is known, or if `uses_device` is False.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -207,10 +211,11 @@ def print_memory(
     compared = device_line(peaks[highest], device_gib)
     if model.has_trained_tower:
         compared += " The activations of the trained vision tower come on top."
-    for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), compared]:
+    fits = not uses_device or not compared.startswith(verdict(math.inf))
+    for note in [*memory_notes(model, settings, remarks), *cpu_lines(parts), *[compared] * fits]:
         console.print(note, markup=False)
-    too_small = None if engine is None else vllm.problem(engine)
-    if not compared.startswith(verdict(math.inf)):
+    too_small = None if engine is None or not uses_device else vllm.problem(engine)
+    if fits:
         return too_small
     total_bytes = device_bytes(device_gib)
     assert total_bytes is not None

@@ -580,8 +580,10 @@ def test_what_does_not_fit_names_what_would(recipe, said, capsys):
     with pytest.raises(SystemExit) as ended:
         said([*args, "--device_gib=20"])
     assert ended.value.code == 1
-    found = capsys.readouterr().err
+    output = capsys.readouterr()
+    found = output.err
     assert "error: It does not fit: " in found
+    assert "It does not fit" not in output.out, "once is enough"
     update = next(line for line in found.splitlines() if line.startswith("update: "))
     assert "policy.activation_checkpointing: layers" in update
     assert "policy.lora" in update
