@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import warnings
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from grpo_lightning.cli import config, config_errors, help, resume, runs, sources
-from grpo_lightning.cli.errors import ConfigurationError, plain_refusal, rank
+from grpo_lightning.cli.errors import (
+    ConfigurationError,
+    InterruptedFailureError,
+    has_failed_before,
+    plain_refusal,
+    rank,
+)
 from grpo_lightning.core.log_messages import quiet_libraries, quiet_loggers, show_messages
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.module import GRPOLightningModule
@@ -403,6 +410,17 @@ class GRPOCLI(LightningCLI):
             runs.remove_without_results(self.folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
+        """Run the command. Ctrl-C while a run ends after training must not hide the error that ended the run."""
+        try:
+            self._run_to_end(subcommand)
+        except KeyboardInterrupt as error:
+            if self.stop is None or self.stop.trainer is None:  # before training, or another command than `fit`
+                raise
+            if has_failed_before(error):
+                raise InterruptedFailureError from error
+            raise SystemExit(128 + signal.SIGINT) from error
+
+    def _run_to_end(self, subcommand: str) -> None:
         """Run the command. A run stopped by a signal logs how to resume it."""
         try:
             super()._run_subcommand(subcommand)
@@ -414,6 +432,8 @@ class GRPOCLI(LightningCLI):
             end_launched(self.trainer, seconds=60)
             raise SystemExit(self.stop.exit_code) from None
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self.stop and self.stop.stopped_at is not None and rank() == 0:
+                log.info(self.stop.last_words())
             if self.trainer.global_step == 0:
                 self.leave_nothing()
             end_launched(self.trainer, seconds=5)

@@ -62,14 +62,29 @@ def short_errors() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+class InterruptedFailureError(KeyboardInterrupt):
+    """Ctrl-C while a run ends because of an error. Its traceback contains the error."""
+
+
+def has_failed_before(interrupt: KeyboardInterrupt) -> bool:
+    """True if the interrupt came while an error was being handled."""
+    earlier = interrupt.__context__
+    while earlier is not None and not isinstance(earlier, Exception):
+        earlier = earlier.__context__
+    return earlier is not None
+
+
 @contextlib.contextmanager
 def short_interrupt(command: str) -> Iterator[None]:
     """Print one line for a KeyboardInterrupt (Ctrl-C), and exit with code 130, as shells expect.
 
-    During training, Ctrl-C does not get here. `GracefulStop` handles the first signal, and Lightning the second.
+    From the start of training on, Ctrl-C does not get here. `GracefulStop` handles the first signal, and Lightning the
+    second. `GRPOCLI` handles Ctrl-C while a run ends.
     """
     try:
         yield
+    except InterruptedFailureError:
+        raise
     except KeyboardInterrupt as interrupt:
         if os.environ.get(TRACEBACK, "0") not in ("", "0"):
             raise

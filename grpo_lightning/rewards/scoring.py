@@ -703,7 +703,8 @@ def _form_hint(reward: WeightedReward, group: Group, problem: str) -> str:
     else:
         fact = f"It gets a completion as {given}, because its completions_as is {reward.completions_as!r}"
     setting = "messages" if is_string else "text"
-    return f" {fact}. To get {other} instead, set completions_as: {setting} in WeightedReward."
+    remedy = f"To get {other} instead, set completions_as: {setting} in WeightedReward."
+    return f" The cause can be the form of a completion. {fact}. {remedy}"
 
 
 def applies(prompt: Prompt, reward: str) -> bool:

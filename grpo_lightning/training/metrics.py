@@ -558,6 +558,9 @@ class EvaluationLog(L.Callback):
         """Log the metrics of a validation."""
         if hasattr(pl_module, "log_evaluation"):  # the Trainer may later run another module with the same callbacks
             pl_module.log_evaluation()
+            # Lightning reduces logged values over the ranks when they are first read. All ranks read them here, because
+            # a callback may read them on one rank only.
+            trainer.callback_metrics  # noqa: B018
 
     on_test_epoch_end = on_validation_epoch_end
 

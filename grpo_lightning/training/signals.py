@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 PATTERN = "stopped-*.ckpt"
-REPEAT_SECONDS = 1.0
+REPEAT_SECONDS = 0.2
 """Time after a signal in which the same signal counts as a copy. `timeout` and `make` send a signal to the process and
 to its process group, so the process gets it twice."""
 PHASES_BEFORE_UPDATE = ("rollout", "reward")
@@ -83,8 +83,8 @@ class GracefulStop(L.Callback):
 
     At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
     run does not validate. It does not end the epoch either, because a resumed run would then skip the rest of the
-    epoch's data. A second signal restores the previous signal handlers, which then handle it. If the second signal is
-    the same as the first and follows within `REPEAT_SECONDS`, it is ignored.
+    epoch's data. A second signal restores the previous signal handlers, which then handle it. A second SIGTERM is
+    ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
 
     If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
     one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
@@ -122,7 +122,9 @@ class GracefulStop(L.Callback):
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Remember the first signal. Restore the old handlers for a second signal that is not a copy of the first."""
         if self.received is not None:
-            if signum != self.received or time.monotonic() - self.received_at >= REPEAT_SECONDS:
+            # The handler of Lightning for a second SIGTERM would start a collective in the middle of a step.
+            is_ignored = signum == signal.SIGTERM or time.monotonic() - self.received_at < REPEAT_SECONDS
+            if signum != self.received or not is_ignored:
                 self.restore()
                 signal.raise_signal(signum)
             return
@@ -176,7 +178,7 @@ class GracefulStop(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Put the old handlers back. If an error ended sampling or scoring, save the state after the previous step."""
         self.restore()
-        self.is_interrupted = isinstance(exception, KeyboardInterrupt)
+        self.is_interrupted = isinstance(exception, KeyboardInterrupt) and self.received is not None
         if isinstance(exception, Exception) and self.is_saving and self.can_save_after_error(trainer):
             self.save_after_error(trainer)
 

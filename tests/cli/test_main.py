@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import math
 import os
 import re
@@ -9,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import traceback
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +24,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from grpo_lightning.callbacks import CompletionLog, ProgressBar
 from grpo_lightning.callbacks.last_checkpoint import LastCheckpoint
 from grpo_lightning.cli import instantiate, main, parse
+from grpo_lightning.cli.errors import InterruptedFailureError
 from grpo_lightning.cli.main import COMMANDS, entry_point
 from grpo_lightning.cli.runs import MetricsLogger, ParameterSummary
 from grpo_lightning.module import GRPOLightningModule
@@ -531,6 +534,42 @@ def test_a_second_interrupt_in_training_is_left_to_lightning(recipe, capsys, mon
         main(["fit", "--config", recipe()])
     assert error.value.code == 1
     assert "Interrupted" not in capsys.readouterr().err
+
+
+def interrupted_at_the_end(recipe, monkeypatch, **patches):
+    """Run `fit`, with Ctrl-C while the run ends."""
+    for place, run in patches.items():
+        monkeypatch.setattr(f"grpo_lightning.module.GRPOLightningModule.{place}", run)
+    monkeypatch.setattr("grpo_lightning.callbacks.RunSummary.on_exception", raise_interrupt, raising=False)
+    callbacks = [{"class_path": "grpo_lightning.callbacks.RunSummary"}]
+    main(["fit", "--config", recipe(trainer={"callbacks": callbacks, "enable_checkpointing": True})])
+
+
+@pytest.mark.usefixtures("_restored_signal")
+def test_an_interrupt_while_a_run_ends_does_not_hide_its_error(recipe, capsys, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(InterruptedFailureError) as error:
+        interrupted_at_the_end(recipe, monkeypatch, training_step=fails)
+    assert "RuntimeError: out of memory" in "".join(traceback.format_exception(error.value))
+    assert "Interrupted" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_restored_signal")
+def test_an_interrupt_while_a_stopped_run_ends_leaves_its_last_words(recipe, capsys, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="grpo_lightning")
+    step = GRPOLightningModule.training_step
+
+    def stops(module, *given):
+        signal.raise_signal(signal.SIGINT)
+        return step(module, *given)
+
+    with pytest.raises(SystemExit) as error:
+        interrupted_at_the_end(recipe, monkeypatch, training_step=stops)
+    assert error.value.code == 130
+    assert caplog.messages[-1] == "Stopped at step 1; resume with the same command and --ckpt_path auto."
+    assert "Nothing was saved" not in capsys.readouterr().err
 
 
 def test_an_interrupt_of_another_command_is_a_line(capsys, monkeypatch):

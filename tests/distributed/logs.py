@@ -87,6 +87,17 @@ class Steps(L.Callback):
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
+class ReadOnRankZero(L.Callback):
+    """Reads a validation metric on rank 0 only, and sends it to the other ranks."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        value = float(trainer.callback_metrics["val/letters"]) if trainer.is_global_zero else None
+        self.values.append(trainer.strategy.broadcast(value))
+
+
 def make_module() -> GRPOLightningModule:
     return GRPOLightningModule(
         tiny_model("qwen2", **SMALL),
@@ -132,7 +143,7 @@ def source(prompts: list[Prompt] = PROMPTS, **options: Any) -> PromptSource:
 
 def train(folder: Path) -> dict[str, Any]:
     """An epoch, with the callbacks that write and those that monitor."""
-    steps = Steps()
+    steps, reader = Steps(), ReadOnRankZero()
     stopping = EarlyStopping("val/letters", patience=1, min_delta=10.0)
     callbacks = [
         steps,
@@ -141,6 +152,7 @@ def train(folder: Path) -> dict[str, Any]:
         BeforeAfter("letters", num_samples=3, dirpath=str(folder)),
         LearningCurves(dirpath=str(folder)),
         stopping,
+        reader,
     ]
     trainer = make_trainer(folder, *callbacks, max_epochs=5, num_sanity_val_steps=0)
     trainer.fit(make_module(), source(), source(PROMPTS[:5]))
@@ -149,6 +161,7 @@ def train(folder: Path) -> dict[str, Any]:
         "names": [list(step) for step in steps.steps],
         "best": float(stopping.best_score),
         "epochs": trainer.current_epoch,
+        "read": reader.values,
         "monitored": {name: float(value) for name, value in trainer.callback_metrics.items() if "val/" in name},
     }
 

@@ -69,6 +69,14 @@ def test_what_callbacks_monitor_is_the_same_on_every_rank(found):
         assert result["monitored"] == pytest.approx(results[0]["monitored"])
 
 
+def test_a_callback_can_read_a_validation_metric_on_one_rank_only(found):
+    """Lightning reduces a metric over the ranks when it is first read."""
+    one, *ranks = (found[name]["train"] for name in ("of1-0", "of2-0", "of2-1"))
+    for result in (one, *ranks):
+        assert result["read"] == pytest.approx(one["read"])
+        assert result["read"][-1] == pytest.approx(one["monitored"]["val/letters"])
+
+
 def test_completions_are_in_one_file_in_the_order_of_the_prompts(folder):
     one, two = (lines_of(folder / name / "train" / "completions.jsonl") for name in ("of1", "of2"))
     assert [line["prompt_index"] for line in two] == [i for i in range(9) for _ in range(4)] * 2

@@ -378,11 +378,13 @@ def reward_error(reward: Any, content: Any, **settings: Any) -> str:
 
 
 AS_STRING = (
-    " Reward functions get a completion as a string, because the prompts of gsm8k are plain text (column 'question'). "
+    " The cause can be the form of a completion. "
+    "Reward functions get a completion as a string, because the prompts of gsm8k are plain text (column 'question'). "
     "To get a list of messages instead, set completions_as: messages in WeightedReward."
 )
 AS_MESSAGES = (
-    " Reward functions get a completion as a list of messages, because the prompts of gsm8k are chats (column "
+    " The cause can be the form of a completion. "
+    "Reward functions get a completion as a list of messages, because the prompts of gsm8k are chats (column "
     "'question'). To get a string instead, set completions_as: text in WeightedReward."
 )
 
@@ -402,7 +404,10 @@ def test_a_reward_that_expects_the_other_form_is_told_the_form(reward: Any, cont
 
 def test_the_form_that_a_reward_requests_is_named_with_its_setting():
     said = reward_error(by_content, CHAT, completions_as="text")
-    assert "). It gets a completion as a string, because its completions_as is 'text'. To get a list of" in said
+    assert (
+        "). The cause can be the form of a completion. "
+        "It gets a completion as a string, because its completions_as is 'text'. To get a list of" in said
+    )
 
 
 @pytest.mark.parametrize(("reward", "content"), [(raises, "question"), (by_column, "question"), (by_column, CHAT)])
