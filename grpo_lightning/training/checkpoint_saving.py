@@ -412,9 +412,9 @@ def refuse_incomplete(trainer: L.Trainer) -> None:
                 path / "meta.pt", weights_only=weights_only is not False
             )  # None is torch's default, true
             module.frozen.recall_trained(content.get("grpo"))
-        # The checks before training leave embeddings and head gathered. Lightning loads a single file only into shards.
-        for part in fsdp_modules(trainer.lightning_module):
-            part.reshard()
+        if kind is None:  # Lightning loads a file only into shards, and earlier checks leave some weights gathered
+            for part in fsdp_modules(trainer.lightning_module):
+                part.reshard()
         content = load(checkpoint_path, weights_only=weights_only)
         if trainer.state.fn == TrainerFn.FITTING and (why := RankFiles(path).why_missing(content.get("grpo"))):
             raise ValueError(
