@@ -584,8 +584,8 @@ class Bench(Environment):
     ("environment", "said"),
     [
         (
-            {"class_path": TOOLS, "init_args": {"tools": ["grpo_lightning.environments.calculater"]}},
-            f".init_args.tools[0]: grpo_lightning.environments has no 'calculater'. Did you mean {CALCULATOR}?",
+            {"class_path": TOOLS, "init_args": {"tools": ["grpo_lightning.environments.calculatorr"]}},
+            f".init_args.tools[0]: grpo_lightning.environments has no 'calculatorr'. Did you mean {CALCULATOR}?",
         ),
         (
             {"class_path": "Tools", "init_args": {"tools": [CALCULATOR, "mytoolz.area"]}},
@@ -654,7 +654,7 @@ def test_a_text_in_a_class_of_ones_own_is_no_tool():
     ("environment", "said"),
     [
         ("GuesTheNumber", "GuessTheNumber?"),
-        ({"class_path": "Tools", "init_args": {"tools": ["calculater"]}}, f"Did you mean {CALCULATOR}?"),
+        ({"class_path": "Tools", "init_args": {"tools": ["calculatorr"]}}, f"Did you mean {CALCULATOR}?"),
         ({"init_args": {"tools": ["calculator"]}}, f"Did you mean {CALCULATOR}?"),
     ],
 )
