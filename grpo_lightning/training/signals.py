@@ -123,8 +123,9 @@ class GracefulStop(L.Callback):
         """Remember the first signal. Restore the old handlers for a second signal that is not a copy of the first."""
         if self.received is not None:
             # The handler of Lightning for a second SIGTERM would start a collective in the middle of a step.
-            is_ignored = signum == signal.SIGTERM or time.monotonic() - self.received_at < REPEAT_SECONDS
-            if signum != self.received or not is_ignored:
+            is_soon = signum == signal.SIGTERM or time.monotonic() - self.received_at < REPEAT_SECONDS
+            is_copy = signum == self.received and is_soon
+            if not is_copy:
                 self.restore()
                 signal.raise_signal(signum)
             return

@@ -334,17 +334,18 @@ def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all devices (FSDP2), and gathers weights layer by layer.
 
-    With `num_replicas` above 1, sharding is hybrid (HSDP). There are several copies of the sharded weights, and each
-    copy is sharded over an equal share of the devices, which have consecutive ranks. Weights are gathered only within a
-    share. The gradients are reduced within each share, and then summed over the copies.
+    With `num_replicas` above 1, sharding is hybrid (HSDP). There are several copies of the sharded weights, called
+    replicas. Each replica is sharded over an equal share of the devices, which have consecutive ranks. Weights are
+    gathered only within a replica. The gradients are reduced within each replica, and then summed over the replicas.
 
     Args:
         data_parallel_size: Number of devices of the run; "auto" finds it.
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 gathers all
             shards and writes one file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
-        num_replicas: Number of copies of the sharded weights. Each copy is sharded over an equal share of the devices.
-            With the number of nodes, layers are gathered within a node. Memory per device grows by the same factor.
+        num_replicas: Number of copies of the sharded weights. Each of them is sharded over an equal share of the
+            devices. With the number of nodes, layers are gathered within a node. Memory per device grows by the same
+            factor.
     """
 
     def __init__(
@@ -377,7 +378,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Device mesh for `fully_shard`: all devices, or (copies, shards of a copy) if there are several copies."""
+        """Device mesh for `fully_shard`: all devices, or [replicas, shards of a replica] with several replicas."""
         if self.num_replicas == 1:
             return self.device_mesh["data_parallel"]
         assert self._replica_mesh is not None
@@ -402,10 +403,10 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def replica_mesh(num_replicas: int, device_type: str) -> DeviceMesh:
-    """[copies, shards of a copy] device mesh of hybrid sharding (HSDP). The ranks of a copy are consecutive.
+    """[replicas, shards of a replica] device mesh of hybrid sharding (HSDP). The ranks of a replica are consecutive.
 
-    Launchers usually number the ranks node by node. If there are as many copies as nodes, each copy is then within a
-    node.
+    Launchers usually number the ranks node by node. If there are as many replicas as nodes, each replica is then within
+    a node.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -420,17 +421,17 @@ def use_timeout_of_run(mesh: DeviceMesh) -> None:
 
 
 def check_positive_replicas(num_replicas: int) -> None:
-    """Check the number of copies. Raises: ValueError if it is below 1."""
+    """Check the number of replicas. Raises: ValueError if it is below 1."""
     if num_replicas < 1:
         raise ValueError(f"strategy.num_replicas must be at least 1, got {num_replicas!r}.")
 
 
 def check_devices(num_devices: int, num_replicas: int, data_parallel_size: Literal["auto"] | int = "auto") -> None:
-    """Check that the devices of a run can be divided equally among the copies of FSDP2's weights.
+    """Check that the devices of a run can be divided equally among the replicas of FSDP2's weights.
 
     Args:
         num_devices: Number of devices of the run, on all nodes.
-        num_replicas: Number of copies.
+        num_replicas: Number of replicas.
         data_parallel_size: The argument of the strategy.
 
     Raises:
