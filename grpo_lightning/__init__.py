@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from grpo_lightning.core.types import SamplingParams
     from grpo_lightning.data.datamodule import PromptDataModule
     from grpo_lightning.data.dataset_entry import DatasetEntry
-    from grpo_lightning.data.source import PromptSource
+    from grpo_lightning.data.prompt_source import PromptSource
     from grpo_lightning.data.templates import PromptTemplate
     from grpo_lightning.module import GRPOLightningModule
     from grpo_lightning.objective import Objective
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rollout.local_engine import LocalEngine
-    from grpo_lightning.rollout.vllm.engine import VLLMEngine
+    from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
     from grpo_lightning.training.evaluation import Validation
     from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 
@@ -54,10 +54,10 @@ _HOMES = {
     "Objective": "objective",
     "PolicyLoader": "policy.loading",
     "PromptDataModule": "data.datamodule",
-    "PromptSource": "data.source",
+    "PromptSource": "data.prompt_source",
     "PromptTemplate": "data.templates",
     "SamplingParams": "core.types",
-    "VLLMEngine": "rollout.vllm.engine",
+    "VLLMEngine": "rollout.vllm.vllm_engine",
     "Validation": "training.evaluation",
 }
 

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from grpo_lightning import grounding
 from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import IoU, Scores

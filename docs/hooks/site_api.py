@@ -56,7 +56,7 @@ TOPICS = [
         (
             "data.datamodule.PromptDataModule",
             "data.dataset_entry.DatasetEntry",
-            "data.source.PromptSource",
+            "data.prompt_source.PromptSource",
             "data.templates.PromptTemplate",
             "data.reasoning_gym.ReasoningGymTasks",
             "demo.number_games.NumberGames",
@@ -74,7 +74,7 @@ TOPICS = [
             "rollout.engine.RolloutEngine",
             "rollout.engine.Turns",
             "rollout.local_engine.LocalEngine",
-            "rollout.vllm.engine.VLLMEngine",
+            "rollout.vllm.vllm_engine.VLLMEngine",
             "rollout.groups.Rollout",
             "rollout.dynamic_sampling.DynamicSampling",
             "rollout.conversations.ConversationSettings",

@@ -40,7 +40,7 @@ from grpo_lightning.rewards.registry import SHIPPED
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 

@@ -24,8 +24,8 @@ from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.ranks import gather_objects, interleave
 from grpo_lightning.core.types import Box, Message, Prompt
 from grpo_lightning.data.batch import as_prompt_batch
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.data.shuffling import known_prompts
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.grounding import prompt_box, target_of
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.boxes.frame import GivenCoordinates, GoldCoordinates

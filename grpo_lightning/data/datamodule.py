@@ -17,8 +17,8 @@ from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.images.preflight import BadImages, Preflight
 from grpo_lightning.data.lengths import LengthLimit, Overlong, check_limit_settings
 from grpo_lightning.data.mixture import as_entries, download, is_streaming, load_mixture, stream_mixture
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.data.shuffling import PromptStream
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptAs, PromptTemplate
 
 log = logging.getLogger(__name__)

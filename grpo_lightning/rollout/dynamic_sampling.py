@@ -24,7 +24,7 @@ from torch import Tensor
 
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Prompt, check_ranges
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.groups import Rollout, concatenate, trained_lengths
 

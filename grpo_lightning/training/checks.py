@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource, remedy_for_few_prompts
+from grpo_lightning.data.prompt_source import PromptSource, remedy_for_few_prompts
 from grpo_lightning.objective import SURROGATES, Objective, surrogate_of
 from grpo_lightning.policy.reference import SyncReference
 from grpo_lightning.policy.trainable import check_masters, compute_dtype

@@ -18,8 +18,8 @@ from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.images.preflight import check_given
 from grpo_lightning.data.mixture import as_entries
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.data.shuffling import known_prompts, source_names
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.policy.encoder import check_length
 from grpo_lightning.policy.rope import original_length
 from grpo_lightning.policy.transformers_internals import num_positions

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 
 # ---------------------------------------------------------------------------------------------------------- the loaders
 

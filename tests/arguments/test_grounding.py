@@ -9,7 +9,7 @@ import torch
 
 from grpo_lightning.callbacks import DrawBoxes
 from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import Scores
 from grpo_lightning.training.evaluation import Evaluation, Validation, means

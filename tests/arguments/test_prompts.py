@@ -14,7 +14,7 @@ from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.formats import log_prompt_columns
 from grpo_lightning.data.lengths import LengthLimit
 from grpo_lightning.data.mixture import is_streaming, load_mixture, stream_mixture
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import Encoder, tokenize
 from grpo_lightning.policy.loading import PolicyLoader

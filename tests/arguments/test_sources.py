@@ -11,8 +11,8 @@ from typing import Any
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import LengthLimit, Measured
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.data.shuffling import PromptStream, source_names
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
 from grpo_lightning.policy.encoder import Encoder
 from tests.arguments.registry import case

@@ -15,8 +15,8 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import server as vllm_server
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.arguments.registry import case
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import SMALL

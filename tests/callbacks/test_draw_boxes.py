@@ -15,7 +15,7 @@ from grpo_lightning.callbacks import DrawBoxes
 from grpo_lightning.callbacks import draw_boxes as pictures
 from grpo_lightning.callbacks.draw_boxes import Answer, Panel, caption, draw_grid, draw_panel, question, thumbnail
 from grpo_lightning.core.images import ImageRef
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.helpers.module_runs import make_source, make_trainer
 from tests.helpers.tiny_vlms import picture

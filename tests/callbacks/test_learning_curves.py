@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from grpo_lightning.callbacks import LearningCurves
 from grpo_lightning.callbacks.learning_curves import centered_mean, heading, held_out
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.helpers.module_runs import PROMPTS, History, fit, make_module, make_source, make_trainer, vowel_share
 from tests.marks import SLOW, few

@@ -11,7 +11,7 @@ import torch
 from grpo_lightning.callbacks import ProgressBar, progress
 from grpo_lightning.callbacks.progress import Part, State, clock, laid_out, rate, text_of, training_text
 from grpo_lightning.core.in_place_line import InPlaceLine
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.objective import Objective
 from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 from tests.marks import SLOW

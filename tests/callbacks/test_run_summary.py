@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from grpo_lightning.callbacks import BeforeAfter, RunSummary
 from grpo_lightning.callbacks import run_summary as summaries
 from grpo_lightning.callbacks.run_summary import places
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.training.signals import GracefulStop
 from tests.helpers.module_runs import PROMPTS, fit, make_module, make_source, make_trainer
 from tests.marks import SLOW

@@ -7,7 +7,7 @@ import pytest
 from grpo_lightning.callbacks import WritePredictions
 from grpo_lightning.callbacks.write_predictions import by_prompt
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.evaluation import Validation
 from tests.helpers.grounding_runs import Answers, grounding_module

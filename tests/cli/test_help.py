@@ -16,7 +16,7 @@ from grpo_lightning.cli.main import COMMANDS, TRAINER_COMMANDS
 from grpo_lightning.cli.plan.command import parse_own, parse_script
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Reward
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from grpo_lightning.schedules import Schedule
 from tests.helpers.doc_keys import class_named
 from tests.helpers.pages import read, tables

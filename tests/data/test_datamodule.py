@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule, split
 from grpo_lightning.data.dataset_entry import DatasetEntry
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.policy.encoder import Encoder
 from tests.helpers.module_runs import make_module, make_trainer
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -90,8 +90,8 @@ def test_the_seed_chooses_the_random_rows(rows):
 def as_rank(rank, world_size=2):
     """Inside, the process group has several ranks, and this process is one of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_lightning.data.source.group_rank", lambda: rank)
-        patch.setattr("grpo_lightning.data.source.group_size", lambda: world_size)
+        patch.setattr("grpo_lightning.data.prompt_source.group_rank", lambda: rank)
+        patch.setattr("grpo_lightning.data.prompt_source.group_size", lambda: world_size)
         yield
 
 

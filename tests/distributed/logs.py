@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from grpo_lightning.callbacks import BeforeAfter, CompletionLog, LearningCurves, RunRecord, WritePredictions
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, Prompt, SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward

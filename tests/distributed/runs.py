@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
 from tests.helpers.module_runs import make_source, make_trainer

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_lightning.callbacks.export_policy import ExportPolicy
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW

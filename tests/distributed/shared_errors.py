@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 from tests.distributed.runs import num_ranks

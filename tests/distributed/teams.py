@@ -20,7 +20,7 @@ from grpo_lightning import PolicyLoader
 from grpo_lightning.callbacks import CompletionLog
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Prompt
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from tests.distributed import steps, vision

@@ -16,7 +16,7 @@ import torch
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.distributed.runs import STRATEGIES
 from tests.helpers.module_runs import History, make_module, make_source, make_trainer
 from tests.helpers.ports import free_port

@@ -17,7 +17,7 @@ import torch
 from grpo_lightning import PolicyLoader
 from grpo_lightning.core import ranks
 from grpo_lightning.rollout.vllm import weights
-from grpo_lightning.rollout.vllm.engine import Batch, VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import Batch, VLLMEngine
 from tests.distributed.runs import STRATEGIES, num_ranks
 from tests.distributed.vllm import full_weights
 from tests.helpers.module_runs import PROMPTS, History, make_module, make_source, make_trainer

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.training.checks import REFUSED_CALLBACKS
 from tests.helpers.lightning_rows import case, plain_weights, run
 from tests.helpers.module_runs import (

@@ -24,7 +24,7 @@ from tests.helpers.pages import blocks
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW
-from tests.vllm.test_engine import PROMPTS, SAMPLING, scored, step
+from tests.vllm.test_vllm_engine import PROMPTS, SAMPLING, scored, step
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 (EXAMPLE,) = blocks(PAGE.partition("## Adding an engine\n")[2].partition("\n## ")[0], "python")

@@ -20,7 +20,7 @@ from grpo_lightning.cli.plan.batches import translate
 from grpo_lightning.cli.plan.command import parse_script
 from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling

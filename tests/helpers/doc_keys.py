@@ -22,7 +22,7 @@ from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from grpo_lightning.training.evaluation import Validation
 
 SCHEDULES = [

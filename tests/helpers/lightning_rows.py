@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from tests.helpers.module_runs import (
     PROMPTS,
     make_module,

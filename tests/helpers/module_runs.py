@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_lightning.core import ranks
 from grpo_lightning.core.types import Completion, MicroBatch, SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW

@@ -16,7 +16,7 @@ from grpo_lightning.rollout import asynchronous
 from grpo_lightning.rollout.asynchronous import InFlight, show_first
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.background_engine import BackgroundEngine
 from tests.helpers.module_runs import (
     PROMPTS,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from grpo_lightning.callbacks import CompletionLog
 from grpo_lightning.core.types import Completion, Group, Prompt, Turn
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.environments import Environment, Step, Tools
 from grpo_lightning.functional import turn_credits
 from grpo_lightning.module import GRPOLightningModule

@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 from torch.utils.data import DataLoader
 
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.evaluation import Validation

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_lightning.core.types import SamplingParams
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader

@@ -16,7 +16,7 @@ from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.data.batch import as_prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from tests.helpers.module_runs import are_equal, make_module, make_source, make_trainer, weights_of
 from tests.marks import NIGHTLY, SLOW, few
 

@@ -20,7 +20,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.vision import encode_missing
 from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from grpo_lightning.training.micro_batches import (
     CompletionRow,
     collate,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import Format
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling

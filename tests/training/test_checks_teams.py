@@ -11,7 +11,7 @@ import pytest
 from grpo_lightning.core import ranks
 from grpo_lightning.core.ranks import Teams
 from grpo_lightning.core.types import Completion, Ending, Group, Prompt
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.environments import Environment, Step
 from grpo_lightning.rollout.groups import Rollout, SharedGroups
 from grpo_lightning.rollout.local_engine import LocalEngine

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
 from grpo_lightning.training.data_checks import num_bytes, refuse_rows

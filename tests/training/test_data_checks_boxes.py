@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_lightning.callbacks import DrawBoxes
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
 from grpo_lightning.training.evaluation import Validation

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_lightning.core import ranks
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.objective import Objective
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.lora import LoRA

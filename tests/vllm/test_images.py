@@ -17,7 +17,7 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import images
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers import tiny_vlms
 from tests.helpers.light_rewards import capitals
 from tests.helpers.module_runs import History, fit, make_module, make_source, make_trainer

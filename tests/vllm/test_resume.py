@@ -9,8 +9,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.module_runs import SMALL, are_equal, fit, make_module, weights_of
 from tests.helpers.ports import free_port
 from tests.helpers.tiny_models import tiny_model

@@ -16,16 +16,16 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import weights
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.requests import Request
 from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Announcement, Job, Pending
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.module_runs import SMALL, make_module
 from tests.helpers.ports import free_port
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 from tests.marks import SLOW, few
 from tests.vllm.fakes import RefusalError, fake_vllm, serving  # noqa: F401 - a fixture
-from tests.vllm.test_engine import PROMPTS, SAMPLING, check_run, scored, step
+from tests.vllm.test_vllm_engine import PROMPTS, SAMPLING, check_run, scored, step
 
 SEEDS = [1, 2, 3]
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"

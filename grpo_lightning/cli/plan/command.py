@@ -51,7 +51,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
     """
     if any(arg == "--from" or arg.startswith("--from=") for arg in args):
         from grpo_lightning.cli.plan.batches import translate
-        from grpo_lightning.cli.plan.report import print_translation
+        from grpo_lightning.cli.plan.output import print_translation
 
         script = parse_script(args)
         print_translation(script.trainer, *translate(script), script.ignored)
@@ -68,7 +68,7 @@ def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[
     """Print the plan of a `fit` command line. `set_up_run` documents the arguments, and `run` documents the errors."""
     from rich.console import Console
 
-    from grpo_lightning.cli.plan.report import print_lines
+    from grpo_lightning.cli.plan.output import print_lines
     from grpo_lightning.policy.loading import meta_model, remote_code
 
     console = Console(highlight=False)
@@ -181,23 +181,23 @@ def set_up_run(
 
 def print_batches(console: Console, planned: PlannedRun) -> None:
     """Print the batch arithmetic, the length of the run, and how its prompts are read."""
-    from grpo_lightning.cli.plan import report, vllm
+    from grpo_lightning.cli.plan import output, vllm
     from grpo_lightning.data.formats import describe_prompts
 
     config, module, prompts, batches = planned.config, planned.module, planned.prompts, planned.batches
     lines = [
-        *report.batch_lines(batches, planned.ranks.why),
+        *output.batch_lines(batches, planned.ranks.why),
         *vllm.batch_lines(module.engine, batches, module.max_staleness),
     ]
-    report.print_lines(console, "Batches", [*lines, *filter(None, [planned.ranks.idle])])
+    output.print_lines(console, "Batches", [*lines, *filter(None, [planned.ranks.idle])])
     num_prompts = None if prompts.train is None else len(prompts.train)
     length = run_length(config.trainer, batches, num_prompts)
-    lines = report.length_lines(config, batches, length, num_prompts, prompts.why_unknown)
+    lines = output.length_lines(config, batches, length, num_prompts, prompts.why_unknown)
     if prompts.val or num_prompts is not None:
-        lines.append(report.validation_line(config.trainer, batches, length, len(prompts.val or [])))
-    report.print_lines(console, "Length", lines)
+        lines.append(output.validation_line(config.trainer, batches, length, len(prompts.val or [])))
+    output.print_lines(console, "Length", lines)
     if described := list(describe_prompts(prompts.train or [])):
-        report.print_lines(console, "Prompts", described)
+        output.print_lines(console, "Prompts", described)
 
 
 def print_device_memory(console: Console, planned: PlannedRun, model: Any, given_gib: float | None) -> str | None:
@@ -214,25 +214,25 @@ def print_device_memory(console: Console, planned: PlannedRun, model: Any, given
         An error message if the run does not fit. None if the run can fit, if no capacity is known, or if the run is on
         the CPU and `given_gib` is None.
     """
-    from grpo_lightning.cli.plan import memory, report, vllm
+    from grpo_lightning.cli.plan import memory, output, vllm
     from grpo_lightning.cli.plan.model import sizes_of
 
     module, loader, engine, batches = planned.module, planned.loader, planned.module.engine, planned.batches
     vllm.check_run(engine, loader, [module.sampling, module.validation_sampling], planned.ranks.world_size)
     sizes = sizes_of(model, loader)
     settings, remarks = memory_settings(planned, model, sizes)
-    device = report.device_bytes(given_gib)
+    device = output.device_bytes(given_gib)
     capacity = Capacity(ASSUMED_DEVICE_GIB, is_assumed=True) if device is None else Capacity(device / memory.GIB)
     settings, more = resolve_gathering(settings, sizes, engine, None if planned.is_on_cpu else capacity)
     reward_parts, not_counted = memory.reward_parts(module.reward_set.rewards)
     size = vllm.size_of(engine, model, sizes, settings, batches, device)
     parts = vllm.with_vllm(memory.memory_parts(sizes, settings), sizes, settings, size)
     remarks = [*model_remarks(sizes, loader), *vllm.remarks(engine, size), *remarks, *more, *not_counted]
-    lines = [*report.token_lines(settings, planned.why_tokens), *filter(None, [planned.tokenizer_problem])]
-    report.print_lines(console, "Tokens", lines)
+    lines = [*output.token_lines(settings, planned.why_tokens), *filter(None, [planned.tokenizer_problem])]
+    output.print_lines(console, "Tokens", lines)
     uses_device = given_gib is not None or not planned.is_on_cpu
     parts += reward_parts
-    return report.print_memory(console, sizes, settings, parts, remarks, given_gib, size, uses_device=uses_device)
+    return output.print_memory(console, sizes, settings, parts, remarks, given_gib, size, uses_device=uses_device)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments

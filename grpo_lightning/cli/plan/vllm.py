@@ -26,7 +26,7 @@ from grpo_lightning.cli.plan.model import ModelSizes, count, linear_weights
 from grpo_lightning.core.types import SamplingParams
 from grpo_lightning.policy.transformers_internals import num_positions
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 
 if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader

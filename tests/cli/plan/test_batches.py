@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_lightning.cli.plan.batches import BatchPlan, MicroBatchShape, plan_run, translate
 from grpo_lightning.cli.plan.command import parse_script
 from grpo_lightning.core.types import Completion, Group, Prompt
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.training.micro_batches import plan_micro_batches
 
 

@@ -14,7 +14,7 @@ from grpo_lightning.cli.plan.model import sizes_of
 from grpo_lightning.policy.loading import meta_model
 from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.cli.plan.real_shapes import llama_1b
 from tests.cli.plan.test_command import recipe, said  # noqa: F401 - fixtures
 from tests.marks import SLOW, few

@@ -17,7 +17,7 @@ from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.images import prefetch as ahead
 from grpo_lightning.data.images.prefetch import ImageReader
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from tests.helpers.tiny_vlms import picture
 
 

@@ -20,7 +20,7 @@ from grpo_lightning.core.images import ImageError, ImageRef
 from grpo_lightning.data.dataset_entry import DatasetEntry
 from grpo_lightning.data.images.references import RowsWithCells, openable_value, with_cells, without_decoding
 from grpo_lightning.data.mixture import load_mixture, stream_mixture
-from grpo_lightning.data.source import PromptSource
+from grpo_lightning.data.prompt_source import PromptSource
 from tests.helpers.tiny_vlms import picture
 
 LISTS = {"one": datasets.Image(), "several": datasets.Sequence(datasets.Image())}

@@ -11,7 +11,7 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, weights
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.conversation_runs import check_same_conversations
 from tests.helpers.module_runs import History, are_equal, fit, make_module, weights_of
 from tests.helpers.tiny_models import tiny_tokenizer

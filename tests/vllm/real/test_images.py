@@ -14,8 +14,8 @@ from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, requests
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.images import processor_flag
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.light_rewards import capitals
 from tests.helpers.module_runs import History, fit, make_module
 from tests.helpers.ports import free_port
@@ -83,7 +83,7 @@ def test_an_image_swapped_with_another_of_its_size_changes_the_log_probs(engine,
     def swapped(prompts, seeds, part, settings, images, limits):
         return requests_of(prompts, seeds, part, settings, images[::-1], limits)
 
-    monkeypatch.setattr("grpo_lightning.rollout.vllm.engine.requests_of", swapped)
+    monkeypatch.setattr("grpo_lightning.rollout.vllm.vllm_engine.requests_of", swapped)
     groups = sampled_groups(engine, tiny, [[picture(0), "where?"], [picture(1), "where?"]], SAMPLING)
     assert largest_vision_gap(tiny, groups, SAMPLING) > 100 * EXACT
 

@@ -15,8 +15,8 @@ from grpo_lightning.policy.lora import LoRA
 from grpo_lightning.policy.lora_injection import add_adapters
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.vllm import weights
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import Served, ServerError, update_of
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.conversation_runs import check_same_conversations
 from tests.helpers.module_runs import History, fit, make_module
 from tests.helpers.ports import free_port

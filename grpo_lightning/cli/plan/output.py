@@ -16,7 +16,7 @@ from grpo_lightning.cli.plan import vllm
 from grpo_lightning.cli.plan.batches import BatchPlan, RunPlan
 from grpo_lightning.cli.plan.memory import ALWAYS, GIB, MOMENTS, SAMPLING, TRAINING, UPDATE, MemorySettings, Part, peak
 from grpo_lightning.cli.plan.model import ModelSizes
-from grpo_lightning.data.source import remedy_for_few_prompts
+from grpo_lightning.data.prompt_source import remedy_for_few_prompts
 from grpo_lightning.policy.completion_logprobs import AutoChunks
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch.utils.data import ConcatDataset, DataLoader
 from grpo_lightning.core.ranks import interleave
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.lengths import Measured
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.data.shuffling import LazyPrompts, PromptStream, known_prompts, source_names, stream_rows
-from grpo_lightning.data.source import PromptSource
 from grpo_lightning.data.templates import PromptTemplate
 from tests.marks import SLOW
 
@@ -98,8 +98,8 @@ def test_ranks_are_disjoint_and_complete(shuffle, world_size):
 def test_the_process_group_is_asked_at_every_use(monkeypatch):
     source = source_of(10, 2, shuffle=False)
     assert (source.rank, source.world_size, len(source)) == (0, 1, 5)
-    monkeypatch.setattr("grpo_lightning.data.source.group_rank", lambda: 1)
-    monkeypatch.setattr("grpo_lightning.data.source.group_size", lambda: 3)
+    monkeypatch.setattr("grpo_lightning.data.prompt_source.group_rank", lambda: 1)
+    monkeypatch.setattr("grpo_lightning.data.prompt_source.group_size", lambda: 3)
     assert (source.rank, source.world_size, len(source)) == (1, 3, 2)
     assert epoch_of(source) == [(["p1", "p4"], 0), (["p7"], 0)]
     assert (source_of(rank=0, world_size=2).rank, source_of(rank=0, world_size=2).world_size) == (0, 2)

@@ -26,8 +26,8 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import colocate, transfer, weights
 from grpo_lightning.rollout.vllm import server as vllm_server
-from grpo_lightning.rollout.vllm.engine import VLLMEngine
 from grpo_lightning.rollout.vllm.server import ServerError, own_address
+from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.environments.games import ByPromptLength
 from tests.helpers import conversation_runs, tiny_vlms
 from tests.helpers.module_runs import SMALL, History, are_equal, fit, make_module, weights_of
