@@ -738,11 +738,14 @@ class GRPOLightningModule(L.LightningModule):
         with self.metrics.timed(name, self.device):
             yield
 
-    def notify(self, hook: Literal["on_phase", "on_decode", "on_rollout"], *arguments: Any) -> None:
+    def notify(
+        self, hook: Literal["on_phase", "on_evaluation_phase", "on_decode", "on_rollout"], *arguments: Any
+    ) -> None:
         """Call a GRPO-specific hook on every callback that defines it.
 
         - `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
           "token_selection", "routing" or "update".
+        - `on_evaluation_phase(trainer, name)`: a phase of `evaluate` starts. Its name is "rollout" or "reward".
         - `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
         - `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. Each step samples
           one token of every unfinished completion. `total` is the maximum completion length, or a multiple of this
@@ -820,10 +823,12 @@ class GRPOLightningModule(L.LightningModule):
         no index, its content replaces the index. The seed does not depend on the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
+        self.notify("on_evaluation_phase", "rollout")
         self.engine.sync_weights(self.policy)
         seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
         with self.early_rewards(prompts):
             groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)
+            self.notify("on_evaluation_phase", "reward")
             scores = self.begin_rewards(groups, num_generations).finish()
         return Evaluation(groups, scores.without(have_failed(groups).view_as(scores.total)))
 

@@ -43,15 +43,16 @@ class StallInterrupt(SystemExit):
 
 
 class Watchdog(L.Callback):
-    """Ends a training run if a rollout makes no progress for `stall_seconds`.
+    """Ends a training run if a rollout, of training or of validation, makes no progress for `stall_seconds`.
 
     The watchdog works with any engine. The start of the rollout counts as progress, and so does each call of
-    `on_decode`, that is, each decoding step or each completion from a server. If a rank stalls, the watchdog of this
-    rank logs the stall, writes the Python stacks of all threads to stderr, and interrupts the main thread with a
-    signal. If the main thread runs Python code, or waits in a call that a signal can interrupt, the run ends with an
-    error. In a run with one process, a checkpoint of the last optimizer step is saved first. If the main thread does
-    not react, the process exits after `grace_seconds`, with status 75. If the process has started other ranks as
-    subprocesses, it ends them too. Ranks that torchrun or SLURM has started are ended by torchrun or SLURM.
+    `on_decode`, that is, each decoding step or each completion from a server. If a rank stalls, the watchdog of
+    this rank logs the stall, writes the Python stacks of all threads to stderr, and interrupts the main thread with
+    a signal. If the main thread runs Python code, or waits in a call that a signal can interrupt, the run ends with
+    an error. In a run with one process, a checkpoint of the last optimizer step is saved first, unless the run was
+    validating. If the main thread does not react, the process exits after `grace_seconds`, with status 75. If the
+    process has started other ranks as subprocesses, it ends them too. Ranks that torchrun or SLURM has started are
+    ended by torchrun or SLURM.
 
     Rewards and updates are not watched, because they report no progress while they run.
 
@@ -73,6 +74,7 @@ class Watchdog(L.Callback):
         self.stall_seconds, self.grace_seconds, self.dirpath = stall_seconds, grace_seconds, dirpath
         self.phase, self.detail = "", ""
         self.since = 0.0
+        self.is_evaluating = False
         self.old_handler: tuple[signal.Signals, Any] | None = None
         self.stop = threading.Event()
         self.message: str | None = None
@@ -82,7 +84,15 @@ class Watchdog(L.Callback):
 
     def on_phase(self, trainer: L.Trainer, phase: str) -> None:
         """Record the phase that begins."""
-        self.phase, self.detail, self.since = phase, "", time.monotonic()
+        self.begin(phase, is_evaluating=False)
+
+    def on_evaluation_phase(self, trainer: L.Trainer, phase: str) -> None:
+        """Record the phase of an evaluation that begins."""
+        self.begin(phase, is_evaluating=True)
+
+    def begin(self, phase: str, *, is_evaluating: bool) -> None:
+        """Record the phase that begins."""
+        self.phase, self.detail, self.since, self.is_evaluating = phase, "", time.monotonic(), is_evaluating
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
         """Record progress."""
@@ -126,9 +136,11 @@ class Watchdog(L.Callback):
 
     def end(self, trainer: L.Trainer, stop: threading.Event, seconds: float) -> None:
         """Interrupt the main thread so that it ends the run. If it does not end the run in time, exit."""
+        step = trainer.global_step
+        where = f"of an evaluation after step {step}" if self.is_evaluating else f"before step {step + 1}"
         self.message = (
-            f"Rank {ranks.rank()}: the {self.phase} before step {trainer.global_step + 1} has made no progress for "
-            f"{seconds:.0f} seconds{self.detail} (Watchdog.stall_seconds)."
+            f"Rank {ranks.rank()}: the {self.phase} {where} has made no progress for {seconds:.0f} "
+            f"seconds{self.detail} (Watchdog.stall_seconds)."
         )
         log.error("%s The stacks of all threads follow.", self.message)
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
@@ -159,11 +171,16 @@ class Watchdog(L.Callback):
     # -------------------------------------------------------------------------------------------------------- the end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """After a stall of a run with one process, save a checkpoint of the state after the last optimizer step."""
+        """After a stall of a run with one process, save a checkpoint of the state after the last optimizer step.
+
+        A run that was validating saves none, because the checkpoint would contain a half-finished validation.
+        """
         if isinstance(exception, StallInterrupt):
             folder = self.folder(trainer)
             if ranks.world_size() > 1:
                 log.error("Resume the run from its newest checkpoint: with several ranks, a stalled run saves none.")
+            elif self.is_evaluating:
+                log.error("Resume the run from its newest checkpoint: a run that stalls in an evaluation saves none.")
             elif folder is not None:
                 path = folder / f"stalled-step={trainer.global_step}.ckpt"
                 trainer.save_checkpoint(path)

@@ -35,7 +35,7 @@ DESCRIPTIONS = {
         "resumes as with auto. By default, checkpoints are written at the end of every epoch and every 15 minutes, and "
         "the newest of each kind is kept. A ModelCheckpoint in trainer.callbacks replaces both kinds. If it keeps the "
         "best by a metric, it replaces only the first kind. A checkpoint is also written at the end of the run, and "
-        "when Ctrl-C or SIGTERM stops the run after the current step. "
+        "when Ctrl-C, SIGTERM or SIGHUP stops the run after the current step. "
         "--help-all model.objective shows the settings of one object, --model.scheduler.help=Cosine those of a class."
     ),
     "validate": "Evaluate on data.val_datasets. --ckpt_path takes a file, or auto: the newest of runs/<run_name>.",

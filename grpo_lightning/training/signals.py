@@ -1,4 +1,4 @@
-"""Signals that end a training run after the current optimizer step: SLURM auto-requeue, Ctrl-C and SIGTERM.
+"""Signals that end a training run after the current optimizer step: SLURM auto-requeue, Ctrl-C, SIGTERM and SIGHUP.
 
 A signal handler only records the signal. At the end of the step, the ranks check together whether any of them got a
 signal. If one did, all ranks save a checkpoint together. A handler cannot save at once, for two reasons. First, a
@@ -31,8 +31,8 @@ from grpo_lightning.training.run_state import is_between_steps
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 PATTERN = "stopped-*.ckpt"
 REPEAT_SECONDS = 0.2
 """Time after a signal in which the same signal counts as a copy. `timeout` and `make` send a signal to the process and
@@ -79,12 +79,16 @@ class RequeueAtStepEnd(L.Callback):
 
 
 class GracefulStop(L.Callback):
-    """Turns the first SIGINT or SIGTERM of a training run into a stop at the end of the current optimizer step.
+    """Turns the first SIGINT, SIGTERM or SIGHUP of a training run into a stop at the end of the current optimizer step.
 
     At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
     run does not validate. It does not end the epoch either, because a resumed run would then skip the rest of the
-    epoch's data. A second signal restores the previous signal handlers, which then handle it. A second SIGTERM is
-    ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
+    epoch's data. A further Ctrl-C restores the previous signal handlers, which then handle it. A further SIGTERM or
+    SIGHUP is ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
+
+    SIGHUP means that the terminal was closed or that the SSH connection broke. What the run still prints goes to
+    `os.devnull` then, because a write to a closed terminal raises an error. If the process ignores SIGHUP, as under
+    `nohup`, or has a handler of its own for it, this callback leaves SIGHUP alone.
 
     If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
     one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
@@ -106,6 +110,8 @@ class GracefulStop(L.Callback):
         """True if a KeyboardInterrupt, for example of a second Ctrl-C, has ended the run without a checkpoint."""
         self.checkpoint: Path | None = None
         self.old_handlers: dict[int, Any] = {}
+        self.terminals: list[int] = []
+        """Those of the file descriptors of stdout and stderr that are a terminal."""
         self.trainer: L.Trainer | None = None
         self.first_step = 0
         self.phase: str | None = None
@@ -116,16 +122,19 @@ class GracefulStop(L.Callback):
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers only in the main thread
         self.trainer = trainer
+        self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for signum in SIGNALS:
-            self.old_handlers[signum] = signal.signal(signum, self.receive)
+            if signum != signal.SIGHUP or signal.getsignal(signum) == signal.SIG_DFL:
+                self.old_handlers[signum] = signal.signal(signum, self.receive)
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Remember the first signal. Restore the old handlers for a second signal that is not a copy of the first."""
+        """Remember the first signal. A later Ctrl-C that is no copy of the first signal goes to the old handler."""
+        if signum == signal.SIGHUP:
+            self.leave_closed_terminal()
         if self.received is not None:
-            # The handler of Lightning for a second SIGTERM would start a collective in the middle of a step.
-            is_soon = signum == signal.SIGTERM or time.monotonic() - self.received_at < REPEAT_SECONDS
-            is_copy = signum == self.received and is_soon
-            if not is_copy:
+            # Others are ignored. Lightning's handler of SIGTERM would start a collective in the middle of a step.
+            is_copy = signum == self.received and time.monotonic() - self.received_at < REPEAT_SECONDS
+            if signum == signal.SIGINT and not is_copy:
                 self.restore()
                 signal.raise_signal(signum)
             return
@@ -138,6 +147,15 @@ class GracefulStop(L.Callback):
         if self.trainer is None or self.trainer.is_global_zero:
             again = "; Ctrl-C again stops at once without saving a checkpoint" if signum == signal.SIGINT else ""
             os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
+
+    def leave_closed_terminal(self) -> None:
+        """Send the output to `os.devnull` if it went to a terminal that is closed now."""
+        closed = [descriptor for descriptor in self.terminals if not os.isatty(descriptor)]
+        if closed:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in closed:
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
     def restore(self) -> None:
         """Put the old handlers back."""

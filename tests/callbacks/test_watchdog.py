@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lightning.callbacks import watchdog
 from grpo_lightning.callbacks.watchdog import EXIT_STATUS, StallInterrupt, Watchdog
+from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.rollout.local_engine import LocalEngine
-from tests.helpers.module_runs import are_equal, fit, make_module, weights_of
+from tests.helpers.module_runs import PROMPTS, are_equal, fit, make_module, make_source, make_trainer, weights_of
 from tests.helpers.paths import ROOT
 from tests.marks import SLOW
 
@@ -66,6 +67,21 @@ def test_a_rollout_that_hangs_ends_with_a_checkpoint_from_which_the_run_goes_on(
     assert are_equal(weights_of(resumed), weights_of(run(tmp_path / "whole")))
 
 
+@SLOW
+def test_a_validation_that_hangs_ends_the_run_without_a_checkpoint(tmp_path, caplog):
+    module = make_module(length=3, num_generations=2, engine=Hangs(wait_for_ever))
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+    source = make_source(module, PROMPTS, batch_size=2, accumulate=1, shuffle=True)
+    rows = PromptSource(PROMPTS[:1], 1, shuffle=False)
+    options = {"num_sanity_val_steps": 0, "val_check_interval": 2, "enable_checkpointing": True}
+    runner = make_trainer(max_steps=4, callbacks=[saves, Watchdog(2.0)], **options)
+    message = r"Rank 0: the rollout of an evaluation after step 2 has made no progress for \d+ seconds"
+    with pytest.raises(StallInterrupt, match=message):
+        runner.fit(module, source, rows)
+    assert "a run that stalls in an evaluation saves none" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 BLOCKED = """
 import ctypes, sys
 from grpo_lightning.callbacks.watchdog import Watchdog
@@ -103,6 +119,8 @@ def test_progress_and_other_phases_keep_the_run_alive(monkeypatch):
     for phase in ("reward", "update"):
         callback.on_phase(None, phase)
         time.sleep(0.7)
+    callback.on_evaluation_phase(None, "reward")
+    time.sleep(0.7)
     callback.on_rollout()
     time.sleep(0.7)
     assert ended == []

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import pty
+import select
 import signal
 import stat
 import subprocess
@@ -219,10 +221,11 @@ class SingleProcess:
 
 @pytest.fixture
 def interruptible():
-    """A shell's background jobs ignore Ctrl-C, and so would the tests that one of them runs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Jobs in the background of a shell ignore Ctrl-C, and `nohup` SIGHUP, and so would the tests that they run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for signum, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(signum, handler)
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -253,6 +256,87 @@ def test_two_signals_at_once_are_one(tmp_path, capfd, signum):
     assert capfd.readouterr().err.count("stopping after this step") == 1
     callback.on_train_end(None, None)
     assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_a_later_sigterm_or_sighup_is_ignored(tmp_path, monkeypatch, capfd, first, second):
+    """When a user logs out, systemd sends both."""
+    monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
+    callback = GracefulStop(tmp_path)
+    callback.on_train_start(SingleProcess(), None)
+    signal.raise_signal(first)
+    signal.raise_signal(second)
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+    assert callback.exit_code == 128 + first
+    callback.on_train_end(None, None)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_a_sighup_that_somebody_else_handles_is_left_alone(tmp_path, handler):
+    """For example `nohup`."""
+    before = signal.signal(signal.SIGHUP, handler)
+    callback = GracefulStop(tmp_path)
+    callback.on_train_start(SingleProcess(), None)
+    signal.raise_signal(signal.SIGHUP)
+    callback.on_train_end(None, None)
+    assert callback.received is None
+    assert signal.signal(signal.SIGHUP, before) == handler
+
+
+# In its third call, waits until the terminal is closed.
+WAITING = """
+import pathlib, time
+
+calls = 0
+
+def lengths(completions):
+    global calls
+    calls += 1
+    if calls == 3:
+        pathlib.Path("reached").touch()
+        while not pathlib.Path("closed").exists():
+            time.sleep(0.05)
+    print("a line on a terminal that is closed", flush=True)
+    return [float(len(set(text))) for text in completions]
+
+lengths.in_process = True
+"""
+
+
+@SLOW
+def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(folder):
+    (folder / "interrupting.py").write_text(WAITING)
+    terminal, end = pty.openpty()
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = (
+        "import fcntl, signal, termios; from grpo_lightning.cli import entry_point; "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); fcntl.ioctl(0, termios.TIOCSCTTY, 0); entry_point()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", start, "fit", "--config", "r.yaml"],
+        cwd=folder,
+        env=environment,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+    )
+    os.close(end)
+    read_until(folder / "reached", terminal)
+    os.close(terminal)
+    (folder / "closed").touch()
+    assert process.wait(120) == 129
+    (path,) = folder.rglob("*.ckpt")
+    assert path.name == "stopped-step=3.ckpt"
+
+
+def read_until(path, terminal):
+    """Until a file exists, read what the process writes to its terminal, so that it never waits for a reader."""
+    while not path.exists():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
 
 
 @pytest.mark.usefixtures("interruptible")
