@@ -345,6 +345,8 @@ class FakeServer:
         self.name, self.hidden, self.answers = name, hidden, answers or {}
         self.reports_spans = reports_spans
         self.lock = threading.Lock()
+        self.key: str | None = None
+        """The API key that every request must have; None if it needs none."""
         self.delay = 0.0
         """Seconds before a completion is answered."""
         self.failures: dict[str, list[int | str]] = {}
@@ -407,7 +409,9 @@ class FakeServer:
         if failure == "break":
             request.connection.shutdown(socket.SHUT_RDWR)
             return
-        if failure is not None:
+        if self.key is not None and request.headers["Authorization"] != f"Bearer {self.key}":
+            status, answer = 401, {"error": "Unauthorized"}
+        elif failure is not None:
             status, answer = failure, {"error": "the engine has a problem"}
         elif route in self.hidden:
             status, answer = 404, {"detail": "Not Found"}

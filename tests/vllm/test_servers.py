@@ -293,6 +293,21 @@ def test_each_server_is_checked_before_weights_load(start):
         engine.backend.check(None)
 
 
+def test_a_server_with_an_api_key(start, monkeypatch):
+    engine, policy, server = start(synced=False)
+    server.key = "secret"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ServerError, match=r"answered 401: .*Set the environment variable VLLM_API_KEY:"):
+        engine.backend.check(None)
+    monkeypatch.setenv("VLLM_API_KEY", "other")
+    with pytest.raises(ServerError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
+        engine.backend.check(None)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    engine.backend.check(None)
+    engine.sync_weights(policy)
+    assert len(engine.generate(PROMPTS[:1], 2, SAMPLING, [1])[0]) == 2
+
+
 # ---------------------------------------------------------------------------------------------------------- versions
 
 

@@ -1,4 +1,4 @@
-"""Parse the boxes in an answer, which are written as `[x1, y1, x2, y2]` or as JSON with boxes and labels.
+"""Parse the boxes in an answer: `[x1, y1, x2, y2]`, Qwen2-VL's `(x1,y1),(x2,y2)`, or JSON with boxes and labels.
 
 The JSON can be inside code fences. Completions are untrusted text, so all functions take linear time. They use `str`
 methods, call the JSON parser at most twice, and use a regular expression. Adjacent parts of this expression start with
@@ -19,7 +19,8 @@ LARGEST = 1e9
 """Maximum absolute coordinate, so that areas stay finite."""
 
 _NUMBER = r"\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
-_BOX = re.compile(r"\[" + ",".join([_NUMBER] * 4) + r"\]")
+_POINT = r"\(" + _NUMBER + "," + _NUMBER + r"\)"
+_BOX = re.compile(r"\[" + ",".join([_NUMBER] * 4) + r"\]|" + _POINT + r"\s*,\s*" + _POINT)
 _FENCE = "```"
 _INVALID = object()
 
@@ -41,14 +42,17 @@ def answer_of(text: str) -> str:
 
 
 def last_box(text: str) -> Box | None:
-    """The last `[x1, y1, x2, y2]` in a completion's answer, inside JSON or not; None if there is none."""
+    """The last box in a completion's answer (see `boxes_in`), inside JSON or not; None if there is none."""
     found = boxes_in(answer_of(text))
     return found[-1] if found else None
 
 
 def boxes_in(answer: str) -> list[Box | None]:
-    """All `[x1, y1, x2, y2]` of an answer, in order; None for a box with a coordinate beyond `LARGEST`."""
-    return [_as_box([float(number) for number in found.groups()]) for found in _BOX.finditer(answer)]
+    """All `[x1, y1, x2, y2]` and `(x1,y1),(x2,y2)` of an answer, in order; None for a coordinate beyond `LARGEST`.
+
+    Qwen2-VL writes the second form between `<|box_start|>` and `<|box_end|>`, which decoding removes as special tokens.
+    """
+    return [_as_box([float(number) for number in found.groups() if number]) for found in _BOX.finditer(answer)]
 
 
 def detections(text: str) -> list[Detection] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import urllib.error
 import urllib.request
@@ -43,6 +44,9 @@ TOKENS = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 """Route that every server has."""
 
+API_KEY = "VLLM_API_KEY"
+"""Environment variable with the server's API key. `vllm serve` reads the same variable."""
+
 BUSY = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated."""
 
@@ -65,7 +69,7 @@ class LostWeightsError(UnavailableError):
 
 
 class Client:
-    """Sends requests to one server. Every call has a timeout.
+    """Sends requests to one server, with the key of the environment variable `API_KEY`. Every call has a timeout.
 
     Args:
         url: Address of the server, for example `http://127.0.0.1:8000`.
@@ -94,6 +98,8 @@ class Client:
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(API_KEY):
+            headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url + route, data, headers, method=method)  # noqa: S310 - checked scheme
         try:
             with self.opener.open(request, timeout=timeout or self.timeout) as response:
@@ -137,6 +143,9 @@ class Client:
 
 def remedy(status: int, text: str) -> str:
     """Advice about a request that vLLM refuses, or "" if there is nothing to add to vLLM's own message."""
+    if status == 401:
+        verb = "Correct" if os.environ.get(API_KEY) else "Set"
+        return f"{verb} the environment variable {API_KEY}: it must hold the server's API key."
     if status == 404 and "does not exist" in text:
         return "The server was started with another model: start it with the policy."
     if "maximum context length" in text or "maximum model length" in text:

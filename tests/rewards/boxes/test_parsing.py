@@ -36,6 +36,16 @@ def test_the_last_box_by_hand():
         ('<answer>{"bbox_2d": [1, 2, 3, 4], "label": "cat"}</answer>', (1, 2, 3, 4)),
         (f"<answer>```json\n{CAT_JSON}\n```</answer>", (1, 2, 3, 4)),
         ("<answer><box>[[1, 2, 3, 4]]</box></answer>", (1, 2, 3, 4)),  # InternVL
+        ("<answer>(1,2),(3,4)</answer>", (1, 2, 3, 4)),  # Qwen2-VL
+        ("<|object_ref_start|>cat<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|>", (1, 2, 3, 4)),
+        ("<answer>( -1.5 , 2 ) ,\n( 3 , .4 )</answer>", (-1.5, 2, 3, 0.4)),
+        ("<answer>[9, 9, 9, 9] (9,9),(9,9) (1,2),(3,4)</answer>", (1, 2, 3, 4)),
+        ("<answer>(9,9),(9,9) [1, 2, 3, 4]</answer>", (1, 2, 3, 4)),
+        ("<answer>(1,2) (3,4)</answer>", None),
+        ("<answer>(1,2),(3,4</answer>", None),
+        ("<answer>(1,2)</answer>", None),
+        ("<answer>(1,2,3,4)</answer>", None),
+        ("<answer>(1,2),(3,1e999)</answer>", None),
         ("<answer>not [9, 9, 9, 9] but [1, 2, 3, 4]</answer>", (1, 2, 3, 4)),  # VLM-R1 takes the first
         ("<answer>[9, 9, 9, 9]</answer> or <answer>[1, 2, 3, 4]</answer>", (1, 2, 3, 4)),
         ("<think>[9, 9, 9, 9]</think><answer>[1, 2, 3, 4]</answer> [8, 8, 8, 8]", (1, 2, 3, 4)),
@@ -62,7 +72,8 @@ def test_the_last_box_by_hand():
 
 @given(boxes, st.text("[]{}<>123,. ab", max_size=20))
 def test_the_last_box_comes_back(box: tuple[float, ...], before: str):
-    for form in (json.dumps(box), json.dumps({"bbox_2d": box, "label": "a"}), json.dumps([[box]])):
+    points = f"({box[0]},{box[1]}),({box[2]},{box[3]})"
+    for form in (json.dumps(box), json.dumps({"bbox_2d": box, "label": "a"}), json.dumps([[box]]), points):
         assert last_box(f"<think>{before}</think><answer>{before} {form}</answer>") == box
 
 

@@ -42,6 +42,9 @@ PROCESSED = ["--logprobs-mode", "processed_logprobs"]
 SCALE_OUT = ["--enable-scale-out"]
 
 
+os.environ.setdefault("VLLM_API_KEY", "a key")  # the server asks for it, and the engine sends it
+
+
 class Server:
     """A `vllm serve` in a session of its own, so that a signal reaches all of its processes."""
 
