@@ -34,11 +34,12 @@ log = logging.getLogger(__name__)
 warn_once = WarnOnce()
 """Logs the failures of tools once per process and kind, because a tool may fail in each of thousands of calls."""
 
-ToolFormat = Literal["auto", "json", "python", "xml"]
+ToolFormat = Literal["auto", "json", "python", "xml", "glm"]
 """The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen2.5, Qwen3, Hermes, Llama 3.1 and
 Mistral write. `python` is `[name(argument=value)]`, which Llama 3.2, Llama 4 and LFM2 write. `xml` is
 `<function=name><parameter=argument>value</parameter></function>`, which Qwen3.5, Qwen3-Coder and Nemotron 3 write.
-`auto` reads all three formats."""
+`glm` is `name<arg_key>argument</arg_key><arg_value>value</arg_value>`, which GLM-4.5 and later GLMs write. `auto` reads
+all four formats."""
 
 Content = str | list[Mapping[str, Any]]
 """The content of a message: text, or a list of parts."""
@@ -71,6 +72,13 @@ _FUNCTION = re.compile(
 """Matches a call in XML. The capture groups of a match are the name and all parameters."""
 
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
+_GLM_CALL = re.compile(
+    r"\s*([\w.-]+)\s*"
+    r"((?:<arg_key>[^<>]*</arg_key>\s*<arg_value>[^<]*(?:<(?!/arg_value>)[^<]*)*</arg_value>\s*)*)"
+)
+"""Matches a call of GLM between markers. The capture groups of a match are the name and all arguments."""
+
+_GLM_ARGUMENT = re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _JSON_START = re.compile(r'[{]\s*"|\[\s*[{]')
 _QUOTED_OR_BRACKET = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\](){}]""", re.DOTALL)
 
@@ -270,8 +278,8 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    In XML, every argument is written as text. If the type hint of the argument does not allow a text, the text is
-    parsed as a value in JSON or Python.
+    In XML and in GLM's format, every argument is written as text. If the type hint of the argument does not allow a
+    text, the text is parsed as a value in JSON or Python. GLM's format is read only between markers.
 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by special tokens
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
@@ -305,6 +313,7 @@ _EXPECTED: Mapping[ToolFormat, str] = {
     "json": 'write {"name": ..., "arguments": {...}}',
     "python": "write [name(argument=value)]",
     "xml": "write <function=name><parameter=argument>value</parameter></function>",
+    "glm": "write name<arg_key>argument</arg_key><arg_value>value</arg_value>",
 }
 
 
@@ -360,6 +369,9 @@ def _calls_in(
 ) -> Iterator[tuple[ToolCall, bool]]:
     """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
+    if is_marked and style in ("auto", "glm") and (call := _glm_call(text, names)):
+        yield call, True
+        return
     if style in ("auto", "python"):  # Python first, because its arguments may be texts in JSON
         whole = list(_python_calls(text))
         found = whole or list(_python_calls(_first_list(text)))
@@ -385,7 +397,8 @@ def _xml_calls(text: str, names: Mapping[str, Any]) -> tuple[list[ToolCall], str
     while num_failed < MOST_FAILED and (start := text.find("<function=", position)) >= 0:
         rest += text[position:start]
         if match := _FUNCTION.match(text, start):
-            calls.append(ToolCall(match[1], _xml_arguments(match[2], names.get(match[1]))))
+            texts = {name: text.removeprefix("\n").removesuffix("\n") for name, text in _PARAMETER.findall(match[2])}
+            calls.append(ToolCall(match[1], _values_of(texts, names.get(match[1]))))
             position = match.end()
         else:
             num_failed += 1
@@ -394,13 +407,21 @@ def _xml_calls(text: str, names: Mapping[str, Any]) -> tuple[list[ToolCall], str
     return calls, (rest + text[position:]).strip()
 
 
-def _xml_arguments(text: str, tool: Callable[..., Any] | None) -> dict[str, Any]:
-    """The arguments of a call in XML. If a type hint does not allow a text, `_decode_value` parses the text."""
+def _glm_call(text: str, names: Mapping[str, Any]) -> ToolCall | None:
+    """The call in GLM's format that a text is; None if it is none. A name without arguments must be that of a tool."""
+    match = _GLM_CALL.fullmatch(text)
+    if match is None or not (match[2] or match[1] in names):
+        return None
+    texts = {name.strip(): text for name, text in _GLM_ARGUMENT.findall(match[2])}
+    return ToolCall(match[1], _values_of(texts, names.get(match[1])))
+
+
+def _values_of(texts: Mapping[str, str], tool: Callable[..., Any] | None) -> dict[str, Any]:
+    """The values of arguments. If a type hint does not allow a text, `_decode_value` parses the text."""
     hints = {} if tool is None else hints_of(tool)
-    values = {name: value.removeprefix("\n").removesuffix("\n") for name, value in _PARAMETER.findall(text)}
     return {
-        name: value if name not in hints or fits(value, hints[name]) else _decode_value(value)
-        for name, value in values.items()
+        name: text if name not in hints or fits(text, hints[name]) else _decode_value(text)
+        for name, text in texts.items()
     }
 
 

@@ -132,6 +132,37 @@ def test_texts_in_xml_are_exact():
     assert [call.name for call in read_calls(inner, KNOWN)] == ["calculator"]
 
 
+def as_glm(name: str, **texts: str) -> str:
+    """A call as GLM-4.5 writes it."""
+    arguments = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items())
+    return f"<tool_call>{name}\n{arguments}</tool_call>"
+
+
+@pytest.mark.parametrize("style", ["auto", "glm"])
+def test_calls_of_glm(style):
+    calls = as_glm("double", number="3") + "\n" + as_glm("half", number="3")
+    assert list(read_calls(f"Look.\n{calls}", KNOWN, style)) == [CALL, ToolCall("half", {"number": "3"})]
+    assert list(read_calls(f"<think>{calls}</think>", KNOWN, style)) == []
+    texts = {"text": "3", "number": "3", "share": "0.5", "deep": '{"x": 1}', "right": "true", "size": "null"}
+    (call,) = read_calls(as_glm("typed", **texts), {"typed": typed}, style)
+    assert call.arguments == {"text": "3", "number": 3, "share": 0.5, "deep": {"x": 1}, "right": True, "size": None}
+    for text in (
+        "  a = 1\n\nprint(a)  ",
+        "",
+        "\n",
+        "a < b </arg_key>",
+        "[double()]",
+        as_xml("double", number="3")[12:-13],
+    ):
+        (call,) = read_calls(as_glm("calculator", expression=text), KNOWN, style)
+        assert call == ToolCall("calculator", {"expression": text})
+    assert list(read_calls("<tool_call>double</tool_call>", KNOWN, style)) == [ToolCall("double", {})]
+    for block in ("hello", "double number=3", as_glm("double", number="3")[11:-25]):
+        (call,) = read_calls(f"<tool_call>{block}</tool_call>", KNOWN, style)
+        assert "is not a call" in call.problem, block
+    assert list(read_calls(as_glm("double", number="3")[11:-12], KNOWN, style)) == []  # without markers
+
+
 def test_calls_in_xml_without_markers():
     inner = as_xml("double", number="3").removeprefix("<tool_call>").removesuffix("</tool_call>")
     assert list(read_calls(f"Look.{inner}", KNOWN)) == [CALL]
@@ -435,7 +466,7 @@ def test_the_limit_of_calls():
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="Two tools have the name 'double'"):
         Tools([double, double])
-    with pytest.raises(ValueError, match="format must be one of auto, json, python, xml"):
+    with pytest.raises(ValueError, match="format must be one of auto, json, python, xml, glm"):
         Tools([double], format="yaml")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_calls must be from 1 to 255, got 256"):
         Tools([double], max_calls=256)
@@ -445,6 +476,8 @@ def test_a_fixed_format_reads_no_other():
     assert list(read_calls("[double(number=3)]", KNOWN, "json")) == []
     assert list(read_calls('{"name": "double", "arguments": {"number": 3}}', KNOWN, "python")) == []
     assert list(read_calls(as_xml("double", number="3"), KNOWN, "xml")) == [CALL]
+    (call,) = read_calls(as_glm("double", number="3"), KNOWN, "xml")
+    assert "write <function=name>" in call.problem
     (call,) = read_calls(as_xml("double", number="3"), KNOWN, "python")
     assert "write [name(argument=value)]" in call.problem
 
