@@ -86,9 +86,9 @@ class GracefulStop(L.Callback):
     epoch's data. A further Ctrl-C restores the previous signal handlers, which then handle it. A further SIGTERM or
     SIGHUP is ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
 
-    SIGHUP means that the terminal was closed or that the SSH connection broke. What the run still prints goes to
-    `os.devnull` then, because a write to a closed terminal raises an error. If the process ignores SIGHUP, as under
-    `nohup`, or has a handler of its own for it, this callback leaves SIGHUP alone.
+    SIGHUP means that the terminal was closed or that the SSH connection broke. All further output goes to `os.devnull`
+    then, because a write to a closed terminal raises an error. If the process ignores SIGHUP, as under `nohup`, or has
+    a handler of its own for it, this callback leaves SIGHUP alone.
 
     If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
     one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
