@@ -1,12 +1,9 @@
 """Asynchronous rollouts sample the groups of the next rollouts in the background while the policy trains.
 
 A cycle is one rollout and all training on this rollout. S is `model.max_staleness`. At the start of cycle k, the groups
-of cycle k are taken. They were requested S cycles earlier. After that, the groups of cycle k + S are requested. The
-engine samples the groups of cycle k + S with the policy's weights at the start of cycle k. When a completion is trained
-on, the policy's weights are therefore at most S cycles newer than the weights that sampled the completion. Groups in
-flight have been requested, but not taken yet. Checkpoints contain no groups in flight, so a resumed run samples these
-groups again. If sampling in the background fails, the lost groups of the current cycle are sampled once more in the
-foreground.
+of cycle k are taken, and then the groups of cycle k + S are requested. When a completion is trained on, the policy's
+weights are therefore at most S cycles newer than the weights that sampled the completion. Checkpoints contain no groups
+in flight, so a resumed run samples these groups again.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Sampled(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt in flight. Its group was requested in the background, and has not been taken yet."""
+    """A prompt that was requested in the background, and has not been taken yet."""
 
     sampled: Future[Sampled]
     position: int
@@ -53,42 +50,29 @@ class InFlight:
 
     def __init__(self) -> None:
         self.requests: dict[int | str, deque[Request]] = {}
-        """Requests by the key of their prompt, oldest first. Several epochs may have requested the same prompt."""
+        """Requests by the key of their prompt, oldest first."""
         self.seconds = 0.0
-        """Seconds that it took to sample the groups that the last call of `take` returned. The seconds of a request are
-        divided equally among its groups."""
+        """Seconds that sampling took for the groups of the last `take`."""
         self.failure: Exception | None = None
-        """The error that made the last call of `take` lose groups on this rank; None if the call lost no groups."""
+        """The error that made the last call of `take` lose groups on this rank."""
         self.running: list[Future[Sampled]] = []
-        """The rollouts that are being sampled in the background, including those whose requests were forgotten."""
+        """The rollouts that are being sampled, including those whose requests were forgotten."""
         self.latest: tuple[int, int] | None = None
-        """The newest decoding progress that was reported in the background."""
+        """The newest decoding progress."""
 
     def report(self, done: int, total: int) -> None:
-        """Store the decoding progress.
-
-        Engines call this method in another thread, in which callbacks must not be called.
-        """
+        """Store the decoding progress. Engines call this in another thread, in which callbacks must not be called."""
         self.latest = (done, total)
 
     def request(self, prompts: Sequence[Prompt], sample: Callable[[], list[Group]], rollout_index: int) -> None:
-        """Start sampling in the background.
-
-        Args:
-            prompts: N prompts.
-            sample: Samples their N groups. It is called in another thread.
-            rollout_index: Index of the current cycle's rollout. The N groups belong to later cycles.
-        """
+        """Start sampling in the background."""
         future = in_background(lambda: time_sampling(sample))
         self.running.append(future)
         for position, prompt in enumerate(prompts):
             self.requests.setdefault(prompt.key, deque()).append(Request(future, position, rollout_index))
 
     def forget(self, oldest: int) -> None:
-        """Forget requests that were made before rollout `oldest`.
-
-        The data loader has skipped their prompts, for example because `limit_train_batches` ended the epoch.
-        """
+        """Forget requests that were made before rollout `oldest`. The data loader has skipped their prompts."""
         self._keep(lambda request: request.rollout_index >= oldest)
 
     def _keep(self, is_kept: Callable[[Request], bool]) -> None:
@@ -110,10 +94,7 @@ class InFlight:
         return positions
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Wait until all sampling in the background has ended, and report decoding progress meanwhile.
-
-        If no progress were reported, the watchdog would end a run that waits for a long rollout.
-        """
+        """Wait until all sampling in the background has ended. Without reports, the watchdog would end the run."""
         seen = None
         while self.running:
             done, _ = wait(self.running, timeout=POLL, return_when=FIRST_COMPLETED)
@@ -126,16 +107,11 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until all sampling in the background has ended, and take the group of each of N prompts.
 
-        Collective: every rank must call it. The prompts of one call of `request` are sampled together. If this sampling
-        has failed for one of the N prompts, all requests of the same call are forgotten, and all ranks log a warning.
-
-        Args:
-            prompts: N prompts.
-            progress: Called in this thread with the decoding progress.
+        Collective: every rank must call it. If sampling has failed, all requests of the same call of `request` are
+        forgotten, and all ranks log a warning.
 
         Returns:
-            N groups; None for each prompt that was not in flight when this method was called, and for each prompt for
-            which sampling has failed.
+            N groups; None for each prompt that was not in flight, or for which sampling has failed.
         """
         self.wait(progress)
         self.failure, self.seconds = None, 0.0
@@ -179,8 +155,7 @@ class InFlight:
 def show_first(earlier: BaseException, error: BaseException) -> None:
     """Show the traceback of an earlier error above the tracebacks of `error` and its causes.
 
-    Python itself shows the earlier error if `error` is raised in an `except` block, but not if `error` has a cause of
-    its own (`raise ... from`).
+    Python itself does not show the earlier error if `error` has a cause of its own (`raise ... from`).
     """
     while error is not earlier:
         inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,13 +1,8 @@
 """Conversations, in which policy and environments take turns. Earlier turns are never tokenized again.
 
-In a round, one call of the engine samples the next turn of every open conversation. A conversation is open until it
-ends. As soon as a conversation's turn has been sampled, its environment is called, even if other turns are still being
-sampled. The environment's observation is appended as tokens, and the next round continues the sequence. The first round
-samples G completions per prompt, as in a run without an environment. Each prompt is computed only once, and the seeds
-are those of a run without an environment.
-
-An engine whose method `generate` has an argument `turns` can keep the keys and values of a conversation between its
-turns.
+In a round, one call of the engine samples the next turn of every open conversation. As soon as a turn has been sampled,
+its environment is called. The observation is appended as tokens, and the next round continues the sequence. The first
+round samples G completions per prompt, with the seeds of a run without an environment.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 32
 """An observation is cut to `max_observation_length` times this number of characters before it is tokenized, because
-tokenizing a huge text takes a long time. Few tokens have more characters than this number."""
+tokenizing a huge text takes a long time."""
 
 
 @dataclass
@@ -77,10 +72,9 @@ class ConversationSettings:
     completion (`sampling.max_completion_length`) always applies, and includes the tokens of observations."""
 
     max_observation_length: int = 1024
-    """Tokens to which the text of an observation is cut. If the observation has several texts (messages, or parts of a
-    message), the limit applies to their total number of tokens. Images are never cut, and their tokens do not count
-    here. The policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens, including those of
-    images, count towards `sampling.max_completion_length`."""
+    """Tokens to which the texts of an observation are cut, in total. Images are never cut, and their tokens do not
+    count here. The policy's `max_pixels` or `max_anyres_num` limits the size of images. All tokens count towards
+    `sampling.max_completion_length`."""
 
     on_error: OnError = "raise"
     """The consequence of a failed call of an environment. "raise" stops the run. "none" ends the conversation, and its
@@ -92,13 +86,12 @@ class ConversationSettings:
 
     turn_credit: float = 0.0
     """Weight c of the credit of turns: A[i, t] = A[i] + c * credit[i, k] for the tokens t of the k-th turn. A[i] is the
-    advantage of the completion. credit[i, k] compares the environment's rewards for the k-th turn and later turns with
-    the rewards for the same turns in the other conversations of the group (`functional.turn_credits`). With c = 0, all
-    turns have the same advantage. If the environment's rewards should count only in the credit, leave out the reward
-    `EnvironmentReward`."""
+    advantage of the completion. credit[i, k] compares the environment's rewards for the k-th and later turns with those
+    of the other conversations of the group (`functional.turn_credits`). With c = 0, all turns have the same advantage.
+    If the environment's rewards should count only in the credit, leave out the reward `EnvironmentReward`."""
 
     turn_discount: float = 1.0
-    """Discount d of later rewards: in the credit of turn k, the reward of turn j >= k is multiplied by d^(j - k)."""
+    """Discount d: in the credit of turn k, the reward of turn j >= k is multiplied by d^(j - k)."""
 
     def __post_init__(self) -> None:
         """Check every range. Raises: ValueError naming field, value and range."""
@@ -128,7 +121,7 @@ class Conversation:
     """The environment, pickled if it runs in workers."""
 
     token_ids: list[int] = field(default_factory=list)
-    """The tokens after the prompt, those of the policy and those of the environment."""
+    """The tokens after the prompt, of the policy and the environment."""
 
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -143,8 +136,8 @@ class Conversation:
     is_scorable: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     is_done: bool = False
-    """True if the environment or a failed call of the environment has ended the conversation. For an ended
-    conversation, False means that a limit has ended it."""
+    """True if the environment, or its failure, has ended the conversation. In an ended conversation, False means that a
+    limit has ended it."""
 
     call: Future[Any] | None = None
     """The running call of the environment."""
@@ -177,7 +170,7 @@ class Conversation:
         )
 
     def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
-        """Append an observation. Its last message gets all `ids`. If `ids` is empty, the policy sees no message."""
+        """Append an observation. Its last message gets all `ids`; without ids, the policy sees no message."""
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))
@@ -201,11 +194,7 @@ class Conversation:
         turn.end, turn.text = end, text
 
     def completion(self, decode: Callable[[Sequence[int]], str]) -> Completion:
-        """The completion of an ended conversation.
-
-        Args:
-            decode: Converts tokens to text.
-        """
+        """The completion of an ended conversation."""
         assert self.finish_reason is not None
         return Completion(
             self.token_ids,
@@ -222,12 +211,7 @@ class Conversation:
 
 
 class Conversations:
-    """Plays the conversations of a rollout.
-
-    Args:
-        runner: Runs the environments.
-        settings: Limits of the conversations, and what happens when an environment fails.
-    """
+    """Plays the conversations of a rollout, with environments that `runner` runs."""
 
     def __init__(self, runner: EnvironmentRunner, settings: ConversationSettings) -> None:
         self.runner, self.settings = runner, settings
@@ -235,19 +219,15 @@ class Conversations:
         self.schemas = tool_schemas(runner.tools)
         """Descriptions of the tools, for the chat template."""
         self.tools = runner.calls.environment if isinstance(runner.calls.environment, Tools) else None
-        """The environment if it is `Tools`, which read the calls of the policy."""
+        """The environment if it is `Tools`."""
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> None:
         """Check that the chat template can render a conversation, before weights are loaded.
 
-        Args:
-            tokenizer: The policy's tokenizer.
-            is_chat: Whether the prompts are chats.
-
         Raises:
             ValueError: In four cases: (a) the template cannot render observations; (b) there are tools, and the
-                template does not describe them; (c) there are tools, and the prompts are plain text, which cannot
-                describe tools; (d) the template writes calls in a format that `Tools` does not read.
+                template does not describe them; (c) there are tools, and the prompts are plain text; (d) the template
+                writes calls in a format that `Tools` does not read.
         """
         if not is_chat:
             if self.schemas:
@@ -287,12 +267,7 @@ class Conversations:
         )
 
     def connect(self, tokens: TurnTokens, num_local_ranks: int = 1) -> None:
-        """Start the workers.
-
-        Args:
-            tokens: Encodes observations as tokens.
-            num_local_ranks: Ranks on this machine.
-        """
+        """Start the workers."""
         self.tokens = tokens
         self.runner.start(num_local_ranks)
 
@@ -305,16 +280,11 @@ class Conversations:
     def begin(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Prompt], list[Any]]:
         """Reset one environment per prompt.
 
-        Args:
-            prompts: N prompts.
-            seeds: N seeds of the prompts.
-
         Returns:
             The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call of `reset` fails. This holds for every value of `on_error`, because all
-                conversations of a prompt begin with the same environment, and all of them would be lost.
+            RuntimeError: If a call of `reset` fails, for every value of `on_error`.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -328,12 +298,7 @@ class Conversations:
         return begun, [result.state for result in results]
 
     def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
-        """Rebuild the prompts that `begin` returned.
-
-        Args:
-            prompts: N prompts, as they were passed to `begin`.
-            observations: `Prompt.observation` by `Prompt.key`.
-        """
+        """Rebuild the prompts that `begin` returned, with `observations` by `Prompt.key`."""
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shorten(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
@@ -359,7 +324,7 @@ class Conversations:
         """Add the tools to the arguments of a prompt's chat template.
 
         Raises:
-            ValueError: If the prompt is truncated. It then consists of token ids, to which no text can be added.
+            ValueError: If the prompt is truncated.
         """
         if not self.schemas:
             return prompt
@@ -374,14 +339,12 @@ class Conversations:
     def with_observation(self, prompt: Prompt, observation: Any) -> Prompt:
         """Append a first observation to a prompt.
 
-        If the prompt is a chat that ends with a user message, a text observation is appended to this message. In other
-        chats, the text becomes a new user message. An observation that consists of messages is appended to the chat. If
-        the prompt is plain text, the text of the observation is appended to the prompt. The texts of the observation
-        are cut like those of later observations. If a text of the observation contains the spelling of a special token,
-        the spelling is escaped.
+        A text observation is appended to the chat's last message if that is a user message, and otherwise becomes a new
+        user message. A plain-text prompt gets the text at its end. The texts are cut like those of later observations.
+        Spellings of special tokens are escaped.
 
         Raises:
-            ValueError: If the prompt is truncated. It then consists of token ids, to which no text can be added.
+            ValueError: If the prompt is truncated.
         """
         if observation is None or observation == "":
             return prompt
@@ -442,26 +405,8 @@ class Conversations:
     ) -> list[list[Completion]]:
         """Play G conversations for each of N prompts.
 
-        If this method is called in the main thread, the call is collective, so every rank calls the engine until no
-        rank has an open conversation.
-
-        Args:
-            engine: Samples the turns.
-            prompts: N prompts.
-            encoded: The N prompts, encoded.
-            states: N environments, from `begin`.
-            num_generations: G.
-            sampling: Sampling settings. `max_completion_length` limits the tokens of a conversation after its prompt,
-                including those of observations.
-            seeds: N seeds, one per prompt.
-            progress: Called with the decoding progress of a round.
-            vision: The images of the prompts.
-            part: Indices of the conversations to play, among the G conversations of a prompt; None plays all.
-            on_group: Called with the index and the completions of a prompt, as soon as all its conversations have
-                ended.
-
-        Returns:
-            N lists of completions.
+        In the main thread, the call is collective. For the arguments, see `RolloutEngine.generate`. `states` are the
+        environments from `begin`. `sampling.max_completion_length` includes the tokens of observations.
 
         Raises:
             RuntimeError: If a call of an environment fails and `on_error` is "raise".
@@ -471,9 +416,8 @@ class Conversations:
         game.conversations = [
             Conversation(n, g, self.runner.copy(states[n])) for n in range(len(prompts)) for g in part
         ]
-        # In the main thread, the calls of an engine are collective, so all ranks make them until the last conversation
-        # of any rank has ended. In a background thread, the calls are not collective, because only the main thread may
-        # use collectives.
+        # Only the main thread may use collectives. There, all ranks call the engine until the last conversation of any
+        # rank has ended.
         waits = ranks.world_size() > 1 and threading.current_thread() is threading.main_thread()
         rows = list(range(len(game.conversations)))
         while ranks.any_over_ranks(bool(rows)) if waits else bool(rows):
@@ -484,12 +428,7 @@ class Conversations:
     def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
         """Compute the `turn_advantages` of all completions. If `turn_credit` is 0, do nothing.
 
-        A turn for which the environment gave no reward has the reward 0.
-
-        Args:
-            groups: N groups.
-            excluded: [N, G] bool, True for conversations that are excluded from the group when advantages are computed.
-                Their credit is 0.
+        A turn without a reward has the reward 0. The credit of `excluded` conversations, [N, G] bool, is 0.
         """
         if self.settings.turn_credit == 0:
             return
@@ -524,17 +463,7 @@ class Conversations:
 
 
 class Game:
-    """The conversations of one rollout.
-
-    Args:
-        owner: Has the settings, the environments' runner and the encoder of observations.
-        prompts: N prompts.
-        encoded: The N prompts, encoded.
-        sampling: As in `Conversations.play`.
-        seeds: N seeds, one per prompt.
-        part: Indices of the conversations to play, among the G conversations of a prompt.
-        on_group: As in `Conversations.play`.
-    """
+    """The conversations of one rollout. For the arguments, see `Conversations.play`."""
 
     def __init__(
         self,
@@ -550,12 +479,12 @@ class Game:
         self.prompts, self.encoded, self.sampling, self.seeds = prompts, encoded, sampling, seeds
         self.part, self.on_group = part, on_group
         self.conversations: list[Conversation] = []
-        """All conversations: first those of the first prompt, then those of the second prompt, and so on."""
+        """All conversations, by prompt."""
         self.states: dict[int, Any] = {}
         """The states that the engine keeps between turns."""
         self.num_rounds = 0
         self.ended: dict[int, list[Completion]] = {}
-        """The completions of prompts whose conversations have all ended."""
+        """The completions of prompts that have ended."""
 
     def play_round(  # noqa: C901 - one round, from the inputs of the engine to the observations
         self,
@@ -565,15 +494,7 @@ class Game:
         progress: Progress | None,
         vision: VisionInputs | None,
     ) -> None:
-        """Sample a turn of each open conversation, and let the environments answer.
-
-        Args:
-            engine: Samples the turns.
-            rows: Indices of the open conversations.
-            num_generations: G.
-            progress: Called with the decoding progress.
-            vision: The images of the prompts.
-        """
+        """Sample a turn of each open conversation (`rows`), and let the environments answer."""
         takes = inspect.signature(engine.generate).parameters
         chosen = [self.conversations[row] for row in rows]
         limits = [self.turn_limit(each) for each in chosen]
@@ -602,8 +523,7 @@ class Game:
         more |= {name: value for name, value in optional.items() if name in takes and value is not None}
         if vision is not None:
             more["vision"] = vision
-        # In the first round, all turns have the same limit. A rank without prompts decodes together with the other
-        # ranks, so it uses this limit, too.
+        # In the first round, all turns have the same limit, also on a rank without prompts.
         longest = self.longest_turn if is_first else max(limits, default=1)
         sampling = replace(self.sampling, max_completion_length=longest)
         groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
@@ -685,7 +605,7 @@ class Game:
             self._give_back(each, self._keep(each, turn, step.keep))
 
     def end(self, limited: Sequence[Conversation]) -> None:
-        """For each conversation that a limit has ended, call its environment's `end`, and add the returned reward."""
+        """Call the environment's `end` for conversations that a limit has ended, and add the returned reward."""
         seeds = [derived_seed(self.seeds[each.prompt], "end", each.number) for each in limited]
         for each, result in zip(limited, self.runner.end([each.state for each in limited], seeds), strict=True):
             each.state = result.state
@@ -696,7 +616,7 @@ class Game:
                 turn.reward = (turn.reward or 0.0) + result.value
 
     def _observe(self, each: Conversation, step: Step) -> None:
-        """Append an observation if at least one token of a next turn fits after it; else end the conversation."""
+        """Append an observation if a token of the next turn fits after it; otherwise end the conversation."""
         is_chat = not isinstance(self.prompts[each.prompt].content, str)
         turn, observed, given_back = each.turns[-1], None, ""
         messages, is_cut = self.owner.shorten(self._messages(step))
@@ -733,7 +653,7 @@ class Game:
         each.read(messages, ids, observed)
 
     def _messages(self, step: Step) -> list[Message]:
-        """The messages of an observation. The role is empty if the observation continues the policy's message."""
+        """The messages of an observation, without a role if the observation continues the policy's message."""
         return messages_of(step.observation, self.runner.observation_role if step.keep is None else "")
 
     def _give_back(self, each: Conversation, text: str) -> None:
@@ -757,7 +677,7 @@ class Game:
         )
 
     def _keep(self, each: Conversation, turn: Turn, characters: int) -> str:
-        """Cut the last turn after its first `characters` characters, and drop the tokens after them.
+        """Cut the last turn after `characters` characters, and drop the tokens after them.
 
         Returns:
             The characters before the cut that belong to a dropped token, because the cut divides this token.
@@ -772,8 +692,7 @@ class Game:
         count = bisect.bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(text_of(n))) - 1
         while count and not kept.startswith(text_of(count)):
             count -= 1
-        # Incomplete characters can have longer texts than complete ones, so bisection may find too small a count. Then
-        # all larger counts are tried.
+        # Incomplete characters can have longer texts than complete ones, so bisection may find too small a count.
         if count < len(ids) and not text_of(count + 1).startswith(kept):
             count = next((n for n in range(len(ids), count, -1) if kept.startswith(text_of(n))), count)
         while count and ids[count - 1] in self.tokens.stop_ids:
@@ -783,7 +702,7 @@ class Game:
         return kept[len(text) :]
 
     def _fail(self, each: Conversation, result: Result) -> None:
-        """End a conversation whose environment failed, or raise an error if `on_error` is "raise"."""
+        """End a conversation whose environment failed, or raise RuntimeError if `on_error` is "raise"."""
         label = self.prompts[each.prompt].label
         message = f"Environment {self.runner.name!r} {result.problem} ({label}, turn {each.num_turns})."
         if self.settings.on_error == "raise":
@@ -807,7 +726,7 @@ class Game:
 
 
 def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
-    """The vision inputs of the chosen conversations, each together with its prompt."""
+    """The vision inputs of the chosen conversations, with their prompts."""
     prompts = []
     for each, ids in zip(chosen, inputs, strict=True):
         prompt, length = vision.prompts[each.prompt], len(ids) - len(each.token_ids)

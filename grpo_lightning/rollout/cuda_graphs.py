@@ -1,8 +1,7 @@
 """CUDA graphs of decoding steps, which need one launch per token instead of several hundred.
 
-A GPU runs the kernels of a decoding step faster than a host can launch them one by one. A CUDA graph launches all
-kernels at once, on the same tensors as when the graph was captured. Therefore a new graph must be captured if a
-completion joins or leaves the batch, or if the tensors for keys and values change their sizes (`SharedPrompts.layout`).
+A graph works only on the tensors that it was captured with. Therefore a new graph must be captured if a completion
+joins or leaves the batch, or if the tensors for keys and values change their sizes (`SharedPrompts.layout`).
 """
 
 from __future__ import annotations
@@ -18,32 +17,24 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""Smallest `max_completion_length` for which steps are captured. In shorter rollouts, a capture would not save time,
-because it takes as long as about three steps without a graph."""
+"""Smallest `max_completion_length` for which steps are captured. In shorter rollouts, a capture would not save time."""
 
 OTHER_LOGITS = 1e-2
-"""Largest accepted difference between the logits of a captured step and of the same step without a graph, relative to
-the largest logit."""
+"""Largest accepted difference between the logits with and without a graph, relative to the largest logit."""
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""Logits [rows, V] of the next tokens, from ids [rows, 1] and their positions."""
+"""Logits [rows, V] of the next tokens, for ids [rows, 1] and their positions."""
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Captures a function. Returns: the result of the function, and a function that computes the result again, in the same
-tensor."""
+"""Captures a function. Returns: its result, and a function that computes the result again, in the same tensor."""
 
 
 class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
-    The layout identifies the tensors that a step reads and writes. The first step after each change of the layout runs
-    without a graph, so that no kernel is chosen or compiled during a capture. Each of the first two steps that the
-    object runs from a graph is also run without the graph. If the two results (logits) differ by more than
-    `OTHER_LOGITS`, the current step and all later steps run without graphs. The same happens if a capture fails, for
-    example because the model's code waits for the device.
-
-    Args:
-        capture: See `Capture`.
+    The first step after each change of the layout runs without a graph, so that no kernel is chosen or compiled during
+    a capture. Each of the first two steps from a graph is also run without the graph. If the two logits differ by more
+    than `OTHER_LOGITS`, or if a capture fails, all steps from then on run without graphs.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -61,11 +52,7 @@ class CapturedSteps:
     def __call__(self, layout: object, forward: Forward, ids: Tensor, position: Tensor) -> Tensor:
         """Run a step.
 
-        Args:
-            layout: A value that changes whenever `forward` reads or writes other tensors than in the previous step.
-            forward: Runs the policy.
-            ids: See `Forward`.
-            position: See `Forward`.
+        `layout` must change whenever `forward` reads or writes other tensors than in the previous step.
 
         Returns:
             Logits [rows, V]. The next step can overwrite them.
@@ -111,8 +98,7 @@ class CapturedSteps:
 class CudaCapture:
     """The `Capture` of CUDA.
 
-    All graphs share one memory pool. Only the newest graph may be used, because a new graph overwrites the memory of
-    older graphs.
+    All graphs share one memory pool, so only the newest graph may be used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +106,7 @@ class CudaCapture:
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.anchor: torch.cuda.CUDAGraph | None = None
-        """An empty graph that keeps the pool alive: torch frees a pool together with the last graph that uses it."""
+        """An empty graph. Torch frees a pool together with the last graph that uses it."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See `Capture`."""
@@ -133,11 +119,10 @@ class CudaCapture:
         return result, graph.replay
 
     def record_anchored(self, run: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        """Call `record` with a memory pool that the empty graph `anchor` keeps alive."""
+        """Call `record` with a memory pool that `anchor` keeps alive."""
         if self.anchor is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            # Torch keeps the random state of the first graph for all later graphs. The state must also be usable in
-            # training, so it is created outside of inference mode.
+            # Torch keeps the first graph's random state, which must also be usable in training.
             with torch.inference_mode(mode=False):
                 _, self.anchor = self.record(lambda: torch.zeros(1, device=self.device))
         return self.record(run)

@@ -1,15 +1,9 @@
 """DAPO dynamic sampling replaces prompts if their groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
-A group has no gradient if every completion has advantage 0 or is masked by the overlong filter. With the objective's
-baseline `pass_at_k`, some groups without a gradient have nonzero reward variance
-(`functional.groups_without_gradient`).
-
-A group is idle if it has no gradient. If `DynamicSampling.reward` names a reward that applies to a group but does not
-vary within the group, this group is idle too, even if it has a gradient. Idle groups are replaced in up to
-`max_resample_times` rounds. In a round, the next prompts of the data are taken, one prompt for each idle group. A new
-group is sampled for each new prompt. If the new group is not idle, it replaces the idle group. If the new group is idle
-too, the new group is discarded, and the old group stays until the next round. After the last round, the remaining idle
-groups stay in the rollout. If `DynamicSampling.reward` is null, no group with a gradient is discarded.
+A group without a gradient is idle (`functional.groups_without_gradient`). So is a group in which the reward named by
+`DynamicSampling.reward` applies but does not vary. Idle groups are replaced in up to `max_resample_times` rounds. A
+round samples one new prompt for each idle group. A new group that is idle too is discarded. After the last round, the
+remaining idle groups stay in the rollout.
 """
 
 from __future__ import annotations
@@ -51,11 +45,10 @@ class DynamicSampling:
     def is_idle(self, rollout: Rollout, objective: Objective) -> Tensor:
         """Find the groups that should be replaced in a scored rollout.
 
-        A group is replaced if it has no gradient, or if the reward named by `reward` applies to the group but does not
-        vary. If the credit of one of a group's turns is not 0, the group has a gradient.
+        If the credit of one of a group's turns is not 0, the group has a gradient.
 
         Returns:
-            [N] bool: True for each group that should be replaced.
+            [N] bool.
 
         Raises:
             ValueError: If `reward` has no scores.
@@ -80,7 +73,7 @@ class DynamicSampling:
 
 
 def has_trained_credit(completion: Completion) -> bool:
-    """True if the turn credit (`turn_advantages`) of at least one trained token of the completion is not 0."""
+    """True if the turn credit of at least one trained token is not 0."""
     credits = completion.turn_advantages or []
     return any(credits if completion.mask is None else itertools.compress(credits, completion.mask))
 
@@ -95,7 +88,7 @@ class Resampling(NamedTuple):
     """Groups that were sampled but are not trained on."""
 
     num_kept: int
-    """Groups that should have been replaced (`DynamicSampling.is_idle`) but could not be."""
+    """Idle groups that could not be replaced."""
 
     is_exhausted: bool
     """True if all rounds were used."""
@@ -111,30 +104,20 @@ def resample(
 ) -> tuple[Rollout, Resampling]:
     """Replace idle groups (`DynamicSampling.is_idle`) by groups of new prompts, until rounds or prompts run out.
 
-    Collective: every rank takes part in every round, because all ranks gather sharded weights together. This also holds
-    for a rank without a group to replace. The global index of a group is its position among all groups that all ranks
-    sample for this rollout. This index determines the prompt and the seed, so that completions do not depend on the
-    number of ranks. If a team of ranks shares groups (`ranks_per_group`), the first member of the team holds the
-    groups, and decides which groups are replaced. Every member of the team samples a part of each new group.
-
-    Args:
-        rollout: N groups of this rank, with their rewards.
-        settings: Criterion and number of rounds.
-        objective: Determines which groups have no gradient.
-        sample_and_score: Samples and scores new prompts, given the prompts and their global indices.
-        source: Provides the new prompts.
-        teams: The ranks that share groups; None if no group is shared.
+    Collective: every rank takes part in every round, even without a group to replace. `sample_and_score` gets prompts
+    and their global indices. The global index of a group is its position among all groups that all ranks sample for
+    this rollout. This index determines the prompt and the seed, so that completions do not depend on the number of
+    ranks. Only the first member of a team holds the groups.
 
     Returns:
-        The rollout of N groups, with each new group in the row of the group that it replaces; and the counts of dynamic
-        sampling.
+        The rollout of N groups, with each new group in the row of the group that it replaces; and the counts.
     """
     teams = teams or Teams()
     is_idle = teams.broadcast(settings.is_idle(rollout, objective).tolist())
     num_groups = len(is_idle)
     places = teams.indices(num_groups)
-    # For each of the N rows of the result: the global index of its group in the cycle, and the position of the group
-    # among all groups that its team sampled.
+    # For each of the N rows of the result: the global index of its group, and the group's position among all groups
+    # that its team sampled.
     indices, rows = list(places), list(range(num_groups))
     used, parts, num_sampled = sum(teams.gather_from_firsts(num_groups)), [rollout], num_groups
     rounds = 0
@@ -173,11 +156,7 @@ def source_of(loader: Any) -> PromptSource:
 
 
 def wrong_loader(*, is_on: bool) -> str:
-    """Error message if only the module or only the training loader is set up for dynamic sampling.
-
-    Args:
-        is_on: True if only the module is set up for dynamic sampling; False if only the loader is.
-    """
+    """Error message if only the module (`is_on`) or only the training loader is set up for dynamic sampling."""
     if is_on:
         return (
             "model.dynamic_sampling needs additional prompts within a cycle, which the training loader does not "

@@ -25,25 +25,23 @@ class Turns:
     """The states of conversations that an engine keeps between their turns."""
 
     rows: Sequence[int]
-    """For each completion of a call, a number that identifies the conversation. Later calls use the same number for the
-    same conversation. In a later call, the prompt of a conversation begins with the prompt and the completion of the
-    earlier call. The last tokens of this completion can be missing."""
+    """For each completion of a call, a number that identifies the conversation in all calls. In a later call, the
+    prompt begins with the prompt and the completion of the earlier call. The last tokens of this completion can be
+    missing."""
 
     states: dict[int, Any]
-    """The kept states, by the number of the conversation. The engine changes this mapping, and the caller drops it
-    after the last call."""
+    """The kept states, by the number of the conversation. The engine changes this mapping."""
 
 
 OnGroup = Callable[[int, list[Completion]], None]
-"""Callback of an engine. It is called with the index of a prompt and the prompt's completions, as soon as all these
-completions have ended."""
+"""Callback of an engine, called with the index of a prompt and its completions, as soon as all of them have ended."""
 
 
 class RolloutEngine(ABC):
     """Samples completions from the policy.
 
-    A subclass defines `connect`, `sync_weights` and `generate`. The other methods are optional. An engine that is given
-    in YAML must be a subclass of this class. In Python, any object that has at least these three methods works.
+    A subclass defines `connect`, `sync_weights` and `generate`. The other methods are optional. An engine in YAML must
+    be a subclass. In Python, any object with these three methods works.
 
     Engines take and return token ids, so that log-probs are computed for exactly the sampled tokens. Every rank makes
     the same calls, including ranks without prompts.
@@ -51,10 +49,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Connect the engine to the policy. This method is called once, after the policy is loaded.
-
-        `sharding` describes how the weights are sharded over ranks.
-        """
+        """Connect the engine to the policy. This method is called once, after the policy is loaded."""
 
     @abstractmethod
     def sync_weights(self, policy: nn.Module) -> None:
@@ -83,26 +78,21 @@ class RolloutEngine(ABC):
             seeds: N seeds, one per prompt. The same seed, weights and prompt must give the same completions, regardless
                 of the rank and of the other prompts in the batch. The engine must not touch global random state.
             progress: Called with the decoding progress.
-            vision: The images of the prompts, for a multimodal policy. The engine is allowed to cache the features of a
-                frozen vision tower in this object, for later forward passes.
-            part: Indices of the completions to sample, among the G completions of a prompt; None samples all. With
-                `model.ranks_per_group` R, each of R ranks samples every R-th completion of a prompt. A completion is
-                allowed to depend on its index in the group, but not on the part.
-            on_group: Called at most once per prompt, as soon as all completions of the prompt have ended. It gets the
-                completions that will be returned for the prompt. Rewards can thus be computed while other prompts are
-                still being sampled. If an engine lacks this argument or never calls it, rewards are computed after
-                sampling.
-            limits: For each of the N prompts, the maximum number of tokens of each of its completions. No maximum
-                exceeds `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If
-                an engine lacks this argument, tokens that it samples beyond a limit are dropped.
-            turns: In conversations, this object contains the states that were kept from earlier turns. The engine also
-                stores the states for the next turns in this object. An engine that lacks this argument computes the
-                whole conversation again for each turn.
+            vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
+                vision tower in this object.
+            part: Indices of the completions to sample, among the G completions of a prompt; None samples all. A
+                completion may depend on its index in the group, but not on the part.
+            on_group: Called at most once per prompt, as soon as all its completions have ended, with these completions.
+                An engine may lack this argument, or never call it.
+            limits: For each of the N prompts, the maximum number of tokens per completion, at most
+                `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If an
+                engine lacks this argument, tokens beyond a limit are dropped.
+            turns: In conversations, holds the states of earlier turns. The engine stores the states for the next turns
+                in it. An engine that lacks this argument computes the whole conversation again for each turn.
 
         Returns:
-            N lists in the order of the prompts, each with the G completions of a prompt, or with the completions in
-            `part`. The `entropies` of a completion are optional. Without them, `policy/entropy` is estimated as the
-            mean of the negative log-probs.
+            N lists in the order of the prompts, each with the G completions of a prompt, or with those in `part`. The
+            `entropies` of a completion are optional. Without them, `policy/entropy` is estimated from the log-probs.
         """
         ...
 
@@ -112,24 +102,21 @@ class RolloutEngine(ABC):
     def samples_in_background(self) -> bool:
         """True if `generate` can be called in another thread while the policy trains.
 
-        Such an engine has a separate copy of the weights. Its `sync_weights` waits until the completions that are being
-        sampled have ended. Asynchronous rollouts (`model.max_staleness`) need such an engine.
+        Asynchronous rollouts (`model.max_staleness`) need such an engine. Its `sync_weights` must wait until the
+        completions that are being sampled have ended.
         """
         return False
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum number of tokens of a prompt and its completion together, known after `check_run`.
+        """Maximum tokens of a prompt and its completion together, known after `check_run`.
 
-        None means that only the policy's number of positions limits this length.
+        None if only the policy's number of positions limits them.
         """
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context for all turns of a rollout's conversations.
-
-        Until the context ends, other threads wait in `sync_weights`.
-        """
+        """Context for all turns of a rollout's conversations, in which other threads wait in `sync_weights`."""
         return contextlib.nullcontext()
 
     def check_run(

@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 Gather = Literal["auto"] | bool
 
 LARGEST_SHARE = 0.5
-"""Maximum fraction of the free memory that gathered weights are allowed to take. The rest is for the KV cache, the
-logits, and the optimizer states, which are not allocated yet when the first rollout is sampled."""
+"""Maximum fraction of the free memory for gathered weights. The rest is for the KV cache, the logits, and the optimizer
+states, which are not allocated yet at the first rollout."""
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
-    """Decide whether all ranks gather sharded weights once per rollout. Returns: the decision and the reason."""
+    """Decide whether to gather sharded weights once per rollout. Returns: the decision and the reason."""
     if gather != "auto":
         return gather, "requested"
     device = compute_device(policy)
@@ -44,7 +44,7 @@ def log_gathering(gathers: bool, reason: str) -> None:  # noqa: FBT001 - what wa
 
 
 def full_bytes(policy: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the full (unsharded) weights if they are gathered in `dtype`; None keeps the dtype of each weight."""
+    """Bytes of the unsharded weights in `dtype`; None keeps the dtype of each weight."""
     size = None if dtype is None else dtype.itemsize
     return sum(full_shape(p).numel() * (size or p.element_size()) for p in policy.parameters())
 

@@ -48,7 +48,7 @@ class GroupSource(NamedTuple):
         part: range | None = None,
         on_group: Callable[[Group], None] | None = None,
     ) -> list[Group]:
-        """Sample G completions for each of N prompts, by calling `prepare` and the function that it returns."""
+        """Sample G completions for each of N prompts. For the arguments, see `prepare`."""
         return self.prepare(prompts, num_generations, sampling, seeds, progress, part, on_group)()
 
     def prepare(
@@ -61,22 +61,11 @@ class GroupSource(NamedTuple):
         part: range | None = None,
         on_group: Callable[[Group], None] | None = None,
     ) -> Callable[[], list[Group]]:
-        """Encode N prompts. Their images are read once, in this call.
+        """Encode N prompts, and return a function that samples and returns their N groups.
 
-        Args:
-            prompts: N prompts.
-            num_generations: G, completions per prompt.
-            sampling: Sampling settings. Image placeholder tokens, and ids for which the tokenizer has no token, are
-                suppressed in addition to `suppress_tokens`.
-            seeds: N seeds, one per prompt.
-            progress: Called with the decoding progress.
-            part: Indices of the completions to sample, among the G completions of a prompt; None samples all G.
-            on_group: Called with each group as soon as all its completions have ended. Without conversations, it is
-                called only if the engine's `generate` has an argument `on_group`.
-
-        Returns:
-            A function that samples G completions for each prompt, and returns the N groups. Asynchronous rollouts call
-            this function in another thread.
+        Asynchronous rollouts call this function in another thread. For the arguments, see `RolloutEngine.generate`.
+        Image placeholder tokens, and ids for which the tokenizer has no token, are suppressed too. Without
+        conversations, `on_group` is called only if the engine's `generate` has an argument `on_group`.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -139,7 +128,7 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked these tokens."""
+    """KL of one completion in nats, even if the overlong filter has masked its tokens."""
     if not completion.token_ids:
         return 0.0
     assert completion.ref_logprobs is not None
@@ -158,18 +147,10 @@ def vision_of(
     *,
     has_policys_tower: bool = True,
 ) -> VisionInputs | None:
-    """Vision inputs of prompts for scoring; None if the policy is text-only. Collective: call it on every rank.
+    """Vision inputs of prompts for scoring; None if the policy is text-only. Collective.
 
-    If the weights are not sharded and the vision tower is frozen, this function computes and stores the image features
-    that the engine has not stored.
-
-    Args:
-        prompts: The vision inputs of N encoded prompts of this rank.
-        encoder: Encodes prompts for the policy.
-        policy: The policy.
-        sharding: How the policy's weights are sharded over the ranks.
-        has_policys_tower: False for a reference that has another vision tower. Such a reference encodes the images
-            itself.
+    If the weights are not sharded and the vision tower is frozen, missing image features are computed and stored. A
+    reference with another vision tower (`has_policys_tower` is False) encodes the images itself.
     """
     if not encoder.is_multimodal:
         return None
@@ -202,7 +183,7 @@ class Rollout:
     """N groups, each of a prompt and its G completions."""
 
     scores: Scores | None = None
-    """Values of each reward, what the rewards logged, and the number of failures of the rewards."""
+    """Values of each reward, what the rewards logged, and the number of their failures."""
 
     rewards: Tensor | None = None
     """[N, G] float32: combined rewards. NaN where a completion is not scorable, or is excluded from its group."""
@@ -281,35 +262,22 @@ def sending_problem(ranks_per_group: int, environments: Iterable[Any]) -> str | 
 class SharedGroups:
     """Collects the groups that a team has sampled, and spreads their completions over the team for training.
 
-    A team is the `ranks_per_group` ranks that share the same prompts. Every member of a team samples its part of the
-    completions of each prompt (`Teams.part`). The first member then holds the complete groups, so that rewards,
-    advantages, dynamic sampling and logs see whole groups. The other members hold no groups. For log-probs and
-    training, each member gets its part back.
-
-    Args:
-        teams: The teams of the run.
+    A team is the `ranks_per_group` ranks that share the same prompts. Every member samples its part of the completions
+    of each prompt (`Teams.part`). The first member then holds the complete groups for rewards and advantages. For
+    log-probs and training, each member gets its part back.
     """
 
     def __init__(self, teams: Teams) -> None:
         self.teams = teams
         self._sampled: list[Group] = []
-        """This rank's part of each group that was sampled in this cycle. The parts keep the vision inputs, because
-        these are not sent between ranks."""
+        """This rank's part of each group of this cycle. The parts keep the vision inputs, which are not sent between
+        ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Join the members' parts of each group into complete groups.
-
-        Collective: every member of the team must call it.
-
-        Args:
-            parts: N groups with this rank's part of the completions.
-
-        Returns:
-            The N complete groups on the first member; an empty list on the other members.
+        """Join the members' parts of N groups on the first member of the team. Collective over the team.
 
         Raises:
-            ValueError: On every member, if the members have different prompts, or if the environments of the
-                completions cannot be sent.
+            ValueError: On every member, if the members have different prompts, or environments cannot be sent.
         """
         if not self.teams.is_shared:
             return parts
@@ -332,20 +300,10 @@ class SharedGroups:
         ]
 
     def spread(self, rollout: Rollout) -> Rollout:
-        """Give each member its part of the completions, with their advantages.
-
-        Collective: every member of the team must call it.
-
-        Args:
-            rollout: On the first member, N complete groups, and their advantages [N, G] if these are known. On the
-                other members, a rollout without groups.
-
-        Returns:
-            N groups on every member, each with that member's part of the completions and advantages.
+        """Give each member its part of the completions and advantages of N groups. Collective over the team.
 
         Raises:
-            ValueError: On every member, if a group does not come from `GRPOLightningModule.generate`. The other members
-                do not know the prompt of such a group.
+            ValueError: On every member, if a group does not come from `GRPOLightningModule.generate`.
         """
         if not self.teams.is_shared:
             return rollout
@@ -359,13 +317,9 @@ class SharedGroups:
         return Rollout(groups, advantages=advantages)
 
     def return_ref_logprobs(self, groups: Sequence[Group], parts: Sequence[Group]) -> None:
-        """Gather the reference log-probs of all members of a team into the first member's complete groups.
+        """Copy the reference log-probs of the members' `parts` into the first member's complete `groups`.
 
-        Collective: every member of the team must call it.
-
-        Args:
-            groups: N complete groups on the first member; an empty list on the other members.
-            parts: N groups with this rank's part of the completions, from `spread`.
+        Collective over the team.
         """
         if not self.teams.is_shared:
             return
@@ -380,10 +334,7 @@ class SharedGroups:
         self._sampled = []
 
     def _part_of(self, rollout: Rollout, member: int) -> tuple[list[int], list[list[Completion]], Tensor | None]:
-        """A member's part of N groups: group numbers [N], completions [N][part], and advantages [N, part].
-
-        The completions are without their environments, which only the rewards read.
-        """
+        """Group numbers [N], completions [N][part] without environments, and advantages [N, part] of one member."""
         parts = [self.teams.part(len(group.completions), member) for group in rollout.groups]
         completions = [
             [_without_environment(group.completions[i]) for i in part]

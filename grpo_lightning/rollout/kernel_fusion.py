@@ -1,17 +1,8 @@
 """On CUDA, `torch.compile` fuses the small operations of a decoding step into a few kernels (kernel fusion).
 
-A decoding step has many small operations. Forty of them sample a token from the logits. Each layer of the policy has
-about thirty more, for norms, for rotary embeddings, and for the merge of attention to the prompt with attention to the
-completion. A GPU finishes each operation faster than the host can launch the next one. Even in a CUDA graph, each
-kernel takes a few microseconds. Fewer kernels take less time. In four cases, the operations are not fused but run one
-by one:
-
-- on devices other than CUDA;
-- in short rollouts (`LEAST_LENGTH`);
-- after a compilation has failed;
-- after compiled kernels have computed other numbers than the unfused operations.
-
-Layers are fused only in rollouts whose steps run from CUDA graphs (`cuda_graphs.py`).
+The operations run one by one in short rollouts (`LEAST_LENGTH`), after a compilation has failed, and if compiled
+kernels have computed other numbers. Layers are fused only in rollouts whose steps run from CUDA graphs
+(`cuda_graphs.py`). Start with `Fused`.
 """
 
 from __future__ import annotations
@@ -35,28 +26,25 @@ from grpo_lightning.rollout.token_sampler import NextToken, SampledTokens, Sampl
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 32
-"""Smallest `max_completion_length` for which sampling is compiled. A compilation takes up to a minute for each set of
-settings."""
+"""Smallest `max_completion_length` for which sampling is compiled. A compilation takes up to a minute."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows for which the fused and the unfused operations sample different tokens. One such row
-is always accepted. Tokens may differ because kernels may round a cumulative probability differently: if the uniform
-number lies between the two rounded values, another token is sampled."""
+"""Largest accepted share of rows with different tokens from fused and unfused operations. One such row is always
+accepted. Tokens may differ because kernels round cumulative probabilities differently."""
 
 OTHER_NATS = 1e-3
-"""Largest accepted difference between the results of fused and unfused operations, in nats. Entropies are compared in
-all rows, and log-probs in the rows with the same token."""
+"""Largest accepted difference of log-probs and entropies, in nats. Log-probs are compared in rows with the same
+token."""
 
 OTHER_STATES = 1e-2
-"""Largest accepted difference between the hidden states that fused and unfused operations compute, relative to the
-largest hidden state. In 16 bits, two roundings differ by up to 0.8 %."""
+"""Largest accepted difference of hidden states, relative to the largest one. In 16 bits, two roundings differ by up to
+0.8 %."""
 
 OPTIONS: dict[str, Any] = {
-    # Benchmarks of kernel configurations are off. Their results would determine the order of sums, but the same seed
-    # must always give the same tokens.
+    # Benchmarks of kernel configurations would determine the order of sums, but a seed must always give the same
+    # tokens.
     "deterministic": True,
-    # Intermediate results are rounded to 16 bits as they are without fusion, so that sampling computes the same
-    # log-probs as scoring.
+    # Intermediate results are rounded to 16 bits as without fusion, so that log-probs equal those of scoring.
     "emulate_precision_casts": True,
     # One of these passes rewrites the softmax of logits that are divided by a temperature. The rewritten softmax needs
     # four more kernels.
@@ -70,15 +58,8 @@ Function = Callable[..., Any]
 class Fused:
     """A function that is compiled once for each graph, in the first call that needs this graph.
 
-    The first result of each compiled graph is compared with the result of the uncompiled function.
-
-    Args:
-        function: The function to fuse; it has no side effects.
-        name: Name of what the function computes, for the log.
-        compile: Compiles the function.
-        difference: Describes how the result of the compiled function differs from the result of the uncompiled
-            function; "" if they are equal apart from rounding.
-        graph: Identifies the graph that a call needs.
+    The first result of each compiled graph is compared with that of the uncompiled function. `difference` returns how
+    the results differ, in words, or "" if they differ only by rounding.
     """
 
     def __init__(
@@ -128,9 +109,8 @@ class Fused:
 def compile_copy(function: types.FunctionType) -> Function:
     """Compile a copy of a function.
 
-    `torch.compile` limits the number of compilations per code object. Moreover, if a Python number or a tensor size
-    differs between two compilations of the same code object, the second compilation treats this value as a variable,
-    not as a constant. To avoid both effects, each call of `compile_copy` compiles a new code object.
+    A new code object avoids two effects. `torch.compile` limits the number of compilations per code object. The second
+    compilation of a code object treats changed numbers and sizes as variables.
     """
     code = function.__code__.replace(co_name=f"{function.__name__.strip('_')}_{next(numbers)}")
     copy = copy_of(function, code=code)
@@ -147,7 +127,7 @@ def copy_of(function: types.FunctionType, **changes: Any) -> types.FunctionType:
 
 
 def graph_of(values: Iterable[Any]) -> Hashable:
-    """Identify the graph that is compiled for these arguments.
+    """Identify the graph that is compiled for these arguments, at least one of them a tensor.
 
     Two calls use the same graph if all these values are equal in both calls:
 
@@ -157,11 +137,7 @@ def graph_of(values: Iterable[Any]) -> Hashable:
     - the dtype, device, contiguity and last size of each tensor;
     - the value of every other argument.
 
-    The other sizes of a tensor can differ between the two calls, but a size that is 1 in one call must be 1 in the
-    other.
-
-    Args:
-        values: The arguments, at least one of them a tensor.
+    The other sizes can differ, but a size that is 1 in one call must be 1 in the other.
     """
     kinds: list[Hashable] = []
     devices = set()
@@ -185,15 +161,7 @@ numbers = itertools.count()
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """Return a `NextToken`, fused on CUDA. All waves and rollouts with the same settings share one compilation.
-
-    Args:
-        settings: See `NextToken`.
-        vocabulary: See `NextToken`.
-        device: See `NextToken`.
-        longest: `max_completion_length`. If it is below `LEAST_LENGTH`, the `NextToken` is not fused, because the
-            compilation would take longer than it saves.
-    """
+    """Return a `NextToken`, fused on CUDA if `longest` is at least `LEAST_LENGTH`."""
     return cached_sampler(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
 
 
@@ -205,11 +173,7 @@ def cached_sampler(settings: TokenSettings, vocabulary: int, device: torch.devic
 
 
 def fused_sampler(sampler: NextToken) -> Fused:
-    """A fused `NextToken`.
-
-    The number of rows and the number of earlier tokens per row may change without another compilation. A batch of one
-    row is compiled separately.
-    """
+    """A fused `NextToken`, compiled for any number of rows. A batch of one row is compiled separately."""
 
     def graph(history: Tensor, logits: Tensor, uniforms: Tensor | None) -> Hashable:
         return graph_of([logits, uniforms is None])
@@ -233,7 +197,7 @@ def compile_sampler(sampler: NextToken) -> SampleToken:
 
 
 def sampled_difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
-    """How two samples of the same rows differ, in words; "" if they are equal apart from rounding."""
+    """How two samples of the same rows differ, in words; "" if only by rounding."""
     is_same = new_tokens.ids == expected.ids
     entropies = nats(new_tokens.entropies, expected.entropies)
     logprobs = nats(new_tokens.logprobs, expected.logprobs).where(is_same, 0)
@@ -255,18 +219,14 @@ def nats(one: Tensor, other: Tensor) -> Tensor:
 
 
 class FusedLayers:
-    """The norms and rotary embeddings of a policy, and the merge of the two parts of attention, in fused kernels.
-
-    Args:
-        policy: The policy that is sampled.
-    """
+    """The norms and rotary embeddings of a policy, and the merge of the two parts of attention, in fused kernels."""
 
     def __init__(self, policy: nn.Module) -> None:
         self.forwards: list[tuple[nn.Module, Function]] = [
             *((norm, functools.partial(fused_states(type(norm).forward, "the norms"), norm)) for norm in norms(policy)),
             *((layer, functools.partial(fused_rotary(forward), layer)) for layer, forward in rotary_layers(policy)),
         ]
-        """Modules of the policy, and their forwards in fused kernels."""
+        """Modules and their fused forwards."""
         self.merge: Function = fused_states(merge_parts, "the merge of attention")
         """Merges attention to the prompt with attention to the completion (`SharedPrompts.merge`)."""
 
@@ -274,7 +234,7 @@ class FusedLayers:
     def replacing(self) -> Iterator[None]:
         """Context in which the policy's norms and attention layers run their fused `forward`.
 
-        A module that already has an instance attribute `forward`, set by other code, keeps running that `forward`.
+        A module that already has an instance attribute `forward` keeps it.
         """
         replaced = [(module, forward) for module, forward in self.forwards if "forward" not in vars(module)]
         try:
@@ -306,15 +266,7 @@ def with_name(function: Any, name: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def fused_states(function: types.FunctionType, name: str) -> Fused:
-    """Fuse a function of hidden states. All layers and rollouts share the fused function.
-
-    The function is compiled again if the last size of the states changes, or if another size changes from or to 1. For
-    other causes of a compilation, see `graph_of`.
-
-    Args:
-        function: The function.
-        name: Name of what the function computes, for the log.
-    """
+    """Fuse a function of hidden states, once for all layers and rollouts. `name` is for the log."""
 
     def compile_states(function: types.FunctionType) -> Function:
         compiled = compile_copy(function)
@@ -334,7 +286,7 @@ def fused_states(function: types.FunctionType, name: str) -> Fused:
 
 
 def states_difference(states: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> str:
-    """How hidden states differ, in words; "" if they are equal apart from rounding."""
+    """How hidden states differ, in words; "" if only by rounding."""
     pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (states, expected)), strict=True)
     sizes = [(nats(one, other).max(), other.abs().nan_to_num(posinf=0).max()) for one, other in pairs]
     worst = max(float(distance / size.clamp(min=1e-30)) for distance, size in sizes)

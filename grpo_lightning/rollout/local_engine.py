@@ -1,15 +1,8 @@
 """The local engine. It samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
-batch are called open rows. If the number of rows is limited, some prompts may have to wait. A waiting prompt is
-prefilled as soon as enough rows have left, and the rows of this prompt then join the open rows (continuous batching; Yu
-et al. 2022, "Orca"). Parts of the engine are in other files:
-
-- `policy/kv_cache.py`: KV caches;
-- `open_rows.py`: open rows;
-- `gathered_weights.py`: gathering of sharded weights;
-- `cuda_graphs.py`: CUDA graphs;
-- `kernel_fusion.py`: fused kernels.
+batch are called open rows. Waiting prompts join as soon as enough rows have left (continuous batching; Yu et al. 2022,
+"Orca"). Start with `LocalEngine.decode`.
 """
 
 from __future__ import annotations
@@ -82,17 +75,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL = {"cpu": 1}
-"""Number of decoding steps after which the host checks which completions have ended, by device type; 16 for types not
-listed. Each check waits for the device. Tokens that are sampled after a completion's end, until the next check, are
-dropped."""
+"""Decoding steps between two checks of which completions have ended, by device type; 16 for types not listed. Each
+check waits for the device."""
 
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
-"""For each device type that has graphs, the class that captures decoding steps."""
+"""The class that captures decoding steps, by device type."""
 
 LEAST_ENDED = {"cpu": 0.0}
-"""Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 for types
-not listed. On unlisted types (GPUs), a few more rows hardly slow down a step, and every new number of rows needs
-different kernels."""
+"""Fraction of the open rows that must have ended before they leave the batch, by device type; 0.25 for types not
+listed. On GPUs, every new number of rows needs different kernels."""
 
 
 SamplingPath = Literal["shared", "repeated", "generate"]
@@ -109,19 +100,15 @@ class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
     Args:
-        max_rows: Maximum number of completions that are decoded at the same time, to limit the memory of the KV cache.
-            If `max_rows` is None, all completions are decoded at the same time. The G completions of one prompt are
-            decoded together even if G exceeds `max_rows`. If a rollout has more than `max_rows` completions, a prompt
-            waits until enough other completions have ended to make room for the prompt's G completions. If a model's
-            completions cannot share the keys and values of their prompt, the engine decodes in waves. Prompts then wait
-            until all completions that are being decoded have ended. `max_rows` does not change the completions.
+        max_rows: Maximum number of completions that are decoded at the same time, to limit the memory of the KV cache;
+            null for no limit. The G completions of one prompt are decoded together even if G exceeds `max_rows`.
+            `max_rows` does not change the completions.
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
-            rollout. This is fast, but every device must hold the full weights. False gathers each layer when it runs,
-            at every token. All ranks then wait for the longest completion. "auto" is False if the full weights would
-            take more than half of the free memory of a GPU, and True if not. All three give the same completions.
-        enforce_eager: Whether to run decoding steps without CUDA graphs and without fused layers. Graphs and fused
-            layers reduce the time of the decoding steps of small models to a fraction. By default, graphs and fused
-            layers are used on GPUs if the weights are not sharded and the model allows them.
+            rollout, so every device must hold the full weights. False gathers each layer at every token, and all ranks
+            wait for the longest completion. "auto" is False if the full weights would take more than half of the free
+            memory of a GPU, and True if not.
+        enforce_eager: True runs decoding steps without CUDA graphs and without fused layers, which takes several times
+            longer for small models. False uses them on GPUs if the weights are not sharded and the model allows them.
     """
 
     def __init__(
@@ -181,13 +168,9 @@ class LocalEngine(RolloutEngine):
         log.log(level, "Sampling with %s, %s: %s.", SAMPLING_PATHS[path], cost, reason)
 
     def check_logprobs(self, scorer: Scorer) -> None:
-        """Check that the engine's log-probs equal those of training, on a small rollout with prompts of unequal length.
+        """Check that the engine's log-probs equal those of training, on a small rollout.
 
-        If sampling fails or its log-probs differ, the engine switches to the next, slower path in `SAMPLING_PATHS`, and
-        checks again.
-
-        Args:
-            scorer: Computes the policy's log-probs in training.
+        If the log-probs differ or sampling fails, the engine tries the next path in `SAMPLING_PATHS`.
 
         Raises:
             ValueError: If transformers' `generate` fails too, or its log-probs differ from the scorer's.
@@ -234,7 +217,7 @@ class LocalEngine(RolloutEngine):
         return (torch.tensor([row.logprobs for row in rows], device=device) - scores).abs().flatten()
 
     def sync_weights(self, policy: nn.Module) -> None:
-        """Only check the policy, because the engine always samples with the current weights of the connected policy.
+        """Only check the policy, because the engine always samples with the policy's current weights.
 
         Raises:
             RuntimeError: If the engine is connected to another policy.
@@ -247,7 +230,7 @@ class LocalEngine(RolloutEngine):
             )
 
     def samples_from(self, policy: nn.Module) -> bool:
-        """True if the engine is connected to a model with this policy's weights, such as the model inside a wrapper."""
+        """True if the engine is connected to this policy, or to the model inside a wrapper."""
         connected = set(self.policy.parameters())
         return any(weight in connected for weight in policy.parameters())
 
@@ -289,16 +272,11 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Context in which the policy can run. Yields the `Lockstep`.
-
-        Sharded weights are gathered for the whole context if `gather_for_generation` is true, or if it is "auto" and
-        the full weights fit (`is_gathered`).
-        """
+        """Context in which the policy can run, with sharded weights gathered if `is_gathered` decides so."""
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return
-        # Whether to gather is decided anew for every rollout, because free memory changes when the optimizer allocates
-        # its states.
+        # Decided for every rollout, because free memory changes when the optimizer allocates its states.
         gathers, reason = is_gathered(self.policy, self.gather_for_generation, self.sharding.gathered_dtype)
         if gathers != self.logged_gathering:
             log_gathering(gathers, reason)
@@ -310,13 +288,8 @@ class LocalEngine(RolloutEngine):
     def quick_steps(self, longest: int) -> Iterator[None]:
         """Context that makes decoding steps faster on a device that supports CUDA graphs.
 
-        The context changes nothing on other devices, with sharded weights, or if the engine samples with transformers'
-        `generate`. In all other cases, weights are cast to the dtype of autocast once, not at every token. If
-        `enforce_eager` is false, steps also run from CUDA graphs and with fused layers.
-
-        Args:
-            longest: `max_completion_length`. If it is below `LEAST_LENGTH`, no graph is captured, because the capture
-                would take longer than it saves.
+        Weights are cast to the dtype of autocast once, not at every token. Without `enforce_eager`, steps run from CUDA
+        graphs and with fused layers. With sharded weights or transformers' `generate`, nothing changes.
         """
         device = compute_device(self.policy)
         if self.path == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:
@@ -346,16 +319,8 @@ class LocalEngine(RolloutEngine):
     ) -> list[SampledRow]:
         """Prefill the prompts of a rollout, and sample one token per step for every unfinished completion.
 
-        Args:
-            waiting: The prompts. Those for which there is room are prefilled immediately. The others are prefilled when
-                completions have ended and have left the batch.
-            num_waves: `WaitingPrompts.num_waves`. If ranks run in lockstep, this is the maximum over all ranks.
-            sampling: Sampling settings.
-            lockstep: Synchronizes the forward calls.
-            progress: Called after every decoding step.
-            groups: Reports groups as soon as all their rows have ended.
-            lengths: The set of all completion limits that occur on any rank, in tokens.
-            kept_states: Keeps the states of conversations between their turns.
+        In lockstep, `num_waves` is the maximum over all ranks. `lengths` are all completion limits that occur on any
+        rank.
         """
         device, whole, longest = compute_device(self.policy), waiting.wave, sampling.max_completion_length
         interval = LOOK_INTERVAL.get(device.type, 16)
@@ -398,7 +363,7 @@ class LocalEngine(RolloutEngine):
     def open(
         self, wave: Wave, step: int, longest: int, kept_states: KeptStates | None = None
     ) -> tuple[OpenRows, PlacedPrompts]:
-        """Prefill prompts, and open rows for their completions, from `step` on and with at most `longest` tokens."""
+        """Prefill prompts, and open rows for their completions, from decoding step `step` on."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         placed = place(self.policy, prompt_ids, prompt_mask, wave.vision)
         begun = None
@@ -437,21 +402,11 @@ class LocalEngine(RolloutEngine):
         groups: SampledGroups,
         kept_states: KeptStates | None = None,
     ) -> tuple[OpenRows | None, Wave]:
-        """Remove the finished rows if there are enough of them, and take waiting prompts for their places.
+        """Remove finished rows, and take waiting prompts for their places.
 
-        A row is finished if it has ended or has its maximum length. The finished rows are removed if they are at least
-        the fraction `LEAST_ENDED` of the open rows, if one finished row has its maximum length, or if all rows are
-        finished. If completions cannot share the keys and values of their prompt, waiting prompts are taken only if all
-        rows are finished.
-
-        Args:
-            rows: The open rows.
-            unfinished: Indices of the open rows that have neither ended nor reached the maximum length.
-            step: The decoding step whose tokens were sampled last.
-            waiting: The prompts that wait for rows. The prompts that join are taken from them.
-            sampled: Where the tokens of rows that leave are stored.
-            groups: Reports the groups of which all rows have ended.
-            kept_states: Keeps the states of rows that leave.
+        The finished rows are removed if they are at least the fraction `LEAST_ENDED` of the open rows, or if a row has
+        its maximum length. If completions cannot share the keys and values of their prompt, waiting prompts are taken
+        only if all rows are finished.
 
         Returns:
             The remaining open rows, or None if there are none; and the prompts that join.
@@ -471,7 +426,7 @@ class LocalEngine(RolloutEngine):
         return (rows.select(pack_rows(unfinished)) if unfinished else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
-        """Run the policy on the tokens of a decoding step, to get the next logits. Without rows, run a dummy token."""
+        """Run the policy on the tokens of a decoding step, to get the next logits; without rows, on a dummy token."""
         if rows is None:
             ids = torch.full((1, 1), self.pad_id, device=placed.first.device)
             self.forward(ids, position_ids=placed.along(torch.zeros_like(ids)))
@@ -501,14 +456,9 @@ class LocalEngine(RolloutEngine):
         vision: VisionInputs | None,
         begun: list[States] | None = None,
     ) -> tuple[SamplingCache, Tensor]:
-        """Run the prompts [N, L]. Returns: their cache, and logits [N, V] of the first completion token.
+        """Run the left-padded prompts [N, L]. Returns: their cache, and logits [N, V] of the first completion token.
 
-        Args:
-            prompt_ids: [N, L], left-padded.
-            prompt_mask: [N, L] bool.
-            placed: Positions of the tokens.
-            vision: The images of the prompts.
-            begun: Keys and values of the first columns, from earlier turns of conversations; None runs all columns.
+        `begun` holds keys and values of the first columns, per layer. The model then runs only the other columns.
 
         Raises:
             LostCacheError: If the model did not store the prompts in the cache.
@@ -525,7 +475,7 @@ class LocalEngine(RolloutEngine):
             return prefilled, logits
         keeps = vision is not None and not is_tower_trained(self.policy)
         if vision is not None and keeps and not self.sharding.is_sharded:
-            # One prompt at a time, so that the features that are kept do not depend on the other prompts of the wave.
+            # One prompt at a time, so that the kept features do not depend on the other prompts.
             encode_missing(self.policy, vision.prompts)
         with showing(self.policy, vision, keeps=keeps) as images:
             logits = self.forward(
@@ -543,10 +493,7 @@ class LocalEngine(RolloutEngine):
         return prefilled, logits
 
     def prepare(self, wave: Wave) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the prompt ids [N, L], their mask [N, L], and the prompt index of each row [B].
-
-        If the wave has no prompts, these are the inputs of a dummy row.
-        """
+        """Make prompt ids [N, L], their mask [N, L], and the prompt index of each row [B]; one dummy row if N is 0."""
         device = compute_device(self.policy)
         prompts = wave.prompts or [[self.pad_id]]
         ids, mask = (x.to(device) for x in left_pad(prompts, self.pad_id, KEY_MULTIPLE.get(device.type, 1)))
@@ -565,7 +512,7 @@ class LocalEngine(RolloutEngine):
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def decode_with_generate(self, wave: Wave, sampling: SamplingParams, lockstep: Lockstep) -> list[SampledRow]:
-        """Decode one wave with transformers' `generate`, for models whose prefill cannot be used by G completions."""
+        """Decode one wave with transformers' `generate`."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         length = prompt_ids.shape[1]
         uniforms = Uniforms(wave.seeds or [0], wave.num_generations, prompt_ids.device, wave.part)
@@ -607,14 +554,7 @@ class LocalEngine(RolloutEngine):
     def cut_at_stop(
         self, tokens: Tensor, steps: list[SampledTokens], wave: Wave, strings: StopStringCriteria | None
     ) -> list[SampledRow]:
-        """Cut each row after its first stop token or stop string, or at its limit if that comes first.
-
-        Args:
-            tokens: [rows, T] ids that `generate` returned; rows that ended earlier are padded.
-            steps: T samples, with the log-probs and entropies of these tokens.
-            wave: The prompts of the rows, and their limits.
-            strings: Finds the rows that end with a stop string; None if there are no stop strings.
-        """
+        """Cut each row of `tokens` [rows, T] after its first stop token or stop string, or at its limit."""
         logprobs = torch.stack([step.logprobs for step in steps], 1).tolist()
         entropies = torch.stack([step.entropies for step in steps], 1).tolist()
         sampled: list[SampledRow] = []
@@ -632,7 +572,7 @@ class LocalEngine(RolloutEngine):
         return sampled
 
     def completions(self, sampled: list[SampledRow]) -> list[Completion]:
-        """Build completions, with decoded text and finish reason, from sampled rows."""
+        """Build completions from sampled rows."""
         texts = self.tokenizer.batch_decode([row.token_ids for row in sampled], skip_special_tokens=True)
         return [
             Completion(
@@ -675,7 +615,7 @@ def copies_for_autocast(policy: nn.Module, device: torch.device) -> dict[str, Te
 
 
 def choose_sampler(device: torch.device) -> ChooseSampler:
-    """Choose fused kernels for the sampling of tokens on CUDA, and unfused operations on other devices."""
+    """Choose fused kernels on CUDA, and unfused operations on other devices."""
     if device.type != "cuda":
         return choose_unfused
     from grpo_lightning.rollout.kernel_fusion import next_token
@@ -703,7 +643,7 @@ def without_suggestions(policy: Any) -> Iterator[None]:
 
 
 def stop_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of all tokens that end a completion, from the generation config (often several) and the tokenizer."""
+    """Ids of all tokens that end a completion, as named by the generation config and the tokenizer."""
     ids: set[int] = set()
     for owner in (getattr(policy, "generation_config", None), tokenizer):
         value = getattr(owner, "eos_token_id", None)

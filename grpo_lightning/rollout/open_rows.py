@@ -1,6 +1,6 @@
 """Rows of a rollout during decoding: waiting prompts, open rows, and sampled tokens.
 
-A row is one completion. Open rows are the completions that are decoded together.
+A row is one completion. Open rows are decoded together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_lightning.rollout.token_sampler import SampledTokens
 
 
 class Wave(NamedTuple):
-    """Prompts that are prefilled together. The wave is empty on a rank that only takes part in the collectives."""
+    """Prompts that are prefilled together; none on a rank that only takes part in the collectives."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -39,12 +39,7 @@ class Wave(NamedTuple):
 
 
 class WaitingPrompts:
-    """Prompts of a rollout that wait for rows, first in, first out.
-
-    Args:
-        wave: All prompts of the rollout, in the form of one wave.
-        max_rows: Maximum number of open rows; None for no limit.
-    """
+    """Prompts of a rollout that wait for rows, first in, first out. `wave` holds all prompts of the rollout."""
 
     def __init__(self, wave: Wave, max_rows: int | None) -> None:
         self.wave, self.num_taken = wave, 0
@@ -55,10 +50,7 @@ class WaitingPrompts:
 
     @property
     def num_waves(self) -> int:
-        """Number of waves if each wave starts only after the previous wave has ended.
-
-        The number of decoding steps is at most this number times the maximum completion length.
-        """
+        """Number of waves if each wave starts only after the previous wave has ended."""
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
     def take(self, num_open: int) -> Wave:
@@ -83,9 +75,8 @@ class WaitingPrompts:
 class OpenRows:
     """State of the open rows for the next decoding step.
 
-    The histories of all rows end in the same column. The token of decoding step s is in column `origin + s` of every
-    row, even if the rows joined the batch at different steps. In each row, all columns before the prompt contain the
-    same token, which is taken from this prompt.
+    The token of decoding step s is in column `origin + s` of every row, even if the rows joined the batch at different
+    steps. In each row, the columns before the prompt repeat one token of the prompt.
     """
 
     cache: DecodingCache
@@ -114,7 +105,7 @@ class OpenRows:
     """[rows] bool: rows that have ended but have not left the batch yet."""
 
     num_ended: int = 0
-    """Number of rows that had ended, or reached their maximum length, at the last check by the host."""
+    """Number of rows that had finished at the last check by the host."""
 
     def before(self, step: int) -> Tensor:
         """Ids before the token of a decoding step, [rows, tokens], as a view of `history`."""
@@ -149,13 +140,7 @@ class OpenRows:
         return dataclasses.replace(self, start=start, end=end, num_ended=0, **tensors)
 
     def join(self, new: OpenRows, step: int, longest_prompt: int) -> OpenRows:
-        """Append other rows, and drop the columns of `history` that no row needs any longer.
-
-        Args:
-            new: The rows to append. Their first token is sampled in the next decoding step.
-            step: The next decoding step.
-            longest_prompt: Number of tokens of the rollout's longest prompt.
-        """
+        """Append rows that start in decoding step `step`, and drop unneeded columns of `history`."""
         assert isinstance(self.cache, SharedPrompts)
         assert isinstance(new.cache, SharedPrompts)
         self.cache.join(new.cache)
@@ -172,7 +157,7 @@ class OpenRows:
 
 
 PER_ROW = ("index", "logits", "position", "history", "has_ended")
-"""The fields of `OpenRows` that are tensors with one entry per row."""
+"""The tensors of `OpenRows` with one entry per row."""
 
 
 def fit_history(ids: Tensor, columns: int) -> Tensor:
@@ -199,25 +184,17 @@ class SampledRow:
 
 
 class SampledRows:
-    """The tokens sampled so far for all rows of a rollout.
-
-    The tokens stay on the device until `store` moves them to the `SampledRow` objects in host memory.
-
-    Args:
-        limits: Maximum number of tokens of each row of the rollout.
-        stop_ids: Ids of the tokens that end a completion, on the device.
-    """
+    """The tokens sampled so far for all rows, kept on the device until `store` moves them to the host."""
 
     def __init__(self, limits: Sequence[int], stop_ids: Tensor) -> None:
         self.rows = [SampledRow(limit=limit) for limit in limits]
         self.stop_ids = stop_ids
         self.steps: list[SampledTokens] = []
-        """The tokens of steps that `store` has not yet moved to the `SampledRow` objects."""
+        """The tokens of steps that `store` has not moved yet."""
         self.unseen: list[tuple[Tensor, Tensor | None]] = []
-        """For each step since the last call of `ended_rows`: the token ids [open rows], and the rows in which a stop
-        string ends."""
+        """For each step since the last `ended_rows`: ids [open rows], and the rows in which a stop string ends."""
         self.ends: list[Tensor] = []
-        """For each call of `ended_rows`, a tensor [open rows, steps]: True where the token ends the completion."""
+        """For each call of `ended_rows`, [open rows, steps] bool: True where the token ends the completion."""
 
     def append(self, new_tokens: SampledTokens, at_stop_string: Tensor | None) -> None:
         """Keep the tokens of a step. `at_stop_string` is [open rows] bool, or None if there are no stop strings."""
@@ -235,11 +212,7 @@ class SampledRows:
         return ends.any(1)
 
     def store(self, index: Tensor) -> None:
-        """Move the tokens in `steps` to the `SampledRow` objects, and drop tokens after the end of their completion.
-
-        Args:
-            index: [open rows] index of each open row among the rows of the rollout.
-        """
+        """Move the tokens in `steps` to the host. `index` is [open rows], the index of each row in the rollout."""
         if not self.steps:
             return
         columns = [torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True)]
@@ -257,13 +230,7 @@ class SampledRows:
 
 
 class SampledGroups:
-    """The completions of a rollout, grouped by prompt. Each group is built after all its completions have ended.
-
-    Args:
-        size: Number of completions per prompt.
-        build: Function that converts the sampled rows of one prompt to completions.
-        on_group: Called with the index of a prompt among all prompts, and the completions of the prompt.
-    """
+    """The completions of a rollout by prompt, with `size` completions each."""
 
     def __init__(
         self, size: int, build: Callable[[list[SampledRow]], list[Completion]], on_group: OnGroup | None
@@ -273,24 +240,13 @@ class SampledGroups:
         """By the index of the prompt."""
 
     def report_ended(self, rows: list[SampledRow]) -> None:
-        """Build and report the groups whose rows have all ended, except groups that were reported before.
-
-        Args:
-            rows: [N * size].
-        """
+        """Build and report the groups of rows [N * size] that have all ended, each once."""
         for number, own in enumerate(self._by_prompt(rows)):
             if number not in self.completions and all(row.has_ended for row in own):
                 self._report(number, own)
 
     def finish(self, rows: list[SampledRow]) -> list[list[Completion]]:
-        """Build and report the remaining groups.
-
-        Args:
-            rows: [N * size].
-
-        Returns:
-            The completions of all N prompts.
-        """
+        """Build and report the remaining groups of rows [N * size]. Returns: the completions of all N prompts."""
         groups = self._by_prompt(rows)
         for number, own in enumerate(groups):
             if number not in self.completions:
@@ -311,38 +267,26 @@ class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
     For each conversation, the states of the latest turn's prompt and completion are kept, except for the completion's
-    last token. The prompt of the next turn contains all earlier turns, but it can lack the last tokens of this
-    completion. So the kept states are used only for the tokens before the first difference between the prompt and the
-    kept tokens. All later tokens of the prompt are new. Prompts that are prefilled together are left-padded, so the
-    model computes equally many columns at the end of each prompt. The prompt with the most new tokens determines this
-    number. For prompts with fewer new tokens, the model computes some kept tokens again.
-
-    Args:
-        turns: Assigns each completion to its conversation, and holds the kept states.
+    last token. The kept states are used up to the first difference between the next prompt and the kept tokens. Prompts
+    that are prefilled together are left-padded. So the prompt with the most new tokens determines how many columns the
+    model computes.
     """
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self.earlier: dict[int, tuple[list[int], list[States]]] = dict(turns.states)
-        """The tokens and states that earlier calls have kept, by conversation: token ids, and for each layer the states
-        of these tokens [key heads, tokens, head size]."""
+        """By conversation: the kept token ids, and for each layer their states [key heads, tokens, head size]."""
         turns.states.clear()
 
     def before(self, wave: Wave, width: int) -> list[States] | None:
-        """Keys and values of the first columns of the padded prompts. The model then computes only the other columns.
+        """Keys and values of the first columns of the padded prompts; None if the model must compute all columns.
 
-        The result is None if the model must compute all columns.
-
-        Args:
-            wave: The prompts that are prefilled together. If more than one completion is to be sampled per prompt, the
-                result is None.
-            width: Columns of the padded prompts.
+        With more than one completion per prompt, the result is None.
 
         Returns:
             Per layer, keys and values [N, key heads, columns, head size], left-padded.
         """
-        # A blank image is given if all ranks must run the vision tower together. Other ranks may run it in this pass,
-        # so this rank has to run it, too.
+        # With a blank image, all ranks must run the vision tower together.
         has_images = wave.vision is not None and (
             wave.vision.blank is not None or any(prompt.images for prompt in wave.vision.prompts)
         )
@@ -367,14 +311,7 @@ class KeptStates:
         return begun
 
     def keep(self, rows: OpenRows, leaving: set[int], sampled: SampledRows, whole: Wave) -> None:
-        """Keep the states of rows that leave.
-
-        Args:
-            rows: The open rows.
-            leaving: Indices of the open rows that leave.
-            sampled: The sampled tokens of all rows.
-            whole: All prompts of the call.
-        """
+        """Keep the states of rows that leave."""
         assert isinstance(rows.cache, SharedPrompts)
         indices = rows.index.tolist()
         for row in leaving:

@@ -13,10 +13,8 @@ from grpo_lightning.core.types import Group
 OverlongFilter = Literal["none", "loss", "group"]
 """How truncated completions are treated (DAPO's overlong filtering, arXiv:2503.14476, sec. 3.4).
 
-The rewards of truncated completions are noisy: truncated correct reasoning gets the same reward as wrong reasoning.
-`none` trains on truncated completions normally. `loss` masks their tokens (`mask_truncated`), but their rewards still
-count in the mean and std of their groups. `group` masks their tokens and excludes their rewards from the mean and std
-(`are_truncated`)."""
+`none` trains on truncated completions normally. `loss` masks their tokens, but their rewards still count in the mean
+and std of their groups. `group` masks their tokens and excludes their rewards from the mean and std."""
 
 
 def mask_truncated(groups: Sequence[Group]) -> None:

@@ -1,13 +1,11 @@
 """Sampling the next token: filtered distribution, random numbers, and inverse-CDF sampling.
 
-Every prompt has its own stream of uniform random numbers, one number per token of each completion. The sampled token is
-the first token of the vocabulary whose cumulative probability exceeds the number. For given weights and sampling
-settings, a completion therefore depends only on its prompt, the seed of the prompt, and its index in the group. It
-depends neither on the rank nor on the prompts that are decoded at the same time.
+The sampled token is the first token of the vocabulary whose cumulative probability exceeds a uniform random number.
+Every prompt has its own stream of these numbers. For given weights and sampling settings, a completion therefore
+depends only on its prompt, the seed of the prompt, and its index in the group.
 
-`NextToken` computes the sampled token from logits and uniform numbers. It keeps no state, draws no random numbers and
-never waits for the device. Therefore, `torch.compile` can fuse the whole computation into a few kernels
-(`rollout/kernel_fusion.py`).
+`NextToken` computes the sampled token from logits and uniform numbers. It never waits for the device, so that
+`torch.compile` can fuse it (`rollout/kernel_fusion.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from transformers import (
 from grpo_lightning.core.types import SamplingParams
 
 BLOCK_STEPS = 256
-"""Decoding steps per block of random numbers. Another block size would change the completions of a seed."""
+"""Decoding steps per block of random numbers. Another value would change the completions of a seed."""
 
 NO_TOKEN = torch.iinfo(torch.int64).max
-"""An id beyond the vocabulary. `StopStringCriteria` treats such an id as a token without text."""
+"""An id that `StopStringCriteria` treats as a token without text."""
 
 BLOCK_TOKENS = 128
-"""Vocabulary tokens per block in the two-level search of `pick`. This number divides most vocabulary sizes."""
+"""Vocabulary tokens per block in the two-level search of `pick`."""
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Changes logits [rows, V], given the ids seen so far [rows, seen]."""
@@ -54,11 +52,11 @@ class SampledTokens(NamedTuple):
 
     entropies: Tensor
     """[rows] nats, of the softmax at the sampling temperature (1 if greedy). Suppressed tokens are excluded, but other
-    filters, such as `top_p`, are not applied. NaN if a logit of the row is NaN or infinite."""
+    filters are not applied. NaN if a logit of the row is NaN or infinite."""
 
 
 class TokenSettings(NamedTuple):
-    """The fields of `SamplingParams` that change the sampled token, in a hashable form."""
+    """The fields of `SamplingParams` that change the sampled token, hashable."""
 
     temperature: float
     repetition_penalty: float
@@ -76,13 +74,7 @@ class TokenSettings(NamedTuple):
 
 
 class NextToken:
-    """Samples the next token of every row from its logits and a uniform random number.
-
-    Args:
-        settings: Temperature, filters and suppressed tokens.
-        vocabulary: V, the number of logits.
-        device: Device of the logits.
-    """
+    """Samples the next token of every row from its logits and a uniform random number."""
 
     def __init__(self, settings: TokenSettings, vocabulary: int, device: torch.device) -> None:
         is_greedy = settings.temperature == 0
@@ -137,11 +129,10 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 
 
 def row_products(one: Tensor, other: Tensor) -> Tensor:
-    """Dot products of the rows of `one` [rows, V] with the same rows of `other` [rows, V]: [rows].
+    """Dot products [rows] of the rows of `one` and `other`, both [rows, V].
 
-    `vecdot` does not allocate a tensor [rows, V] of products. But `vecdot` calls a BLAS function, which `torch.compile`
-    does not fuse with other operations. So compiled code multiplies and adds, without `vecdot`. Autocast is disabled,
-    because it would run `vecdot` in 16 bits.
+    `vecdot` does not allocate a tensor [rows, V] of products, but `torch.compile` does not fuse it. Autocast would run
+    `vecdot` in 16 bits.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)
@@ -152,8 +143,7 @@ def row_products(one: Tensor, other: Tensor) -> Tensor:
 def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first token at which the cumulative probability exceeds the uniform number (inverse CDF), [rows].
 
-    The function first finds the block that contains this token, and then the token within the block. These two steps
-    avoid a float64 tensor [rows, V]. A token of probability 0 is never sampled.
+    The search in two levels avoids a float64 tensor [rows, V]. A token of probability 0 is never sampled.
 
     Args:
         probabilities: [rows, V], need not sum to exactly 1.
@@ -176,13 +166,12 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         weights: [rows, n], none negative, not all 0.
-        target: [rows, 1], at least 0. Rounding can make a target equal to the sum of the weights, or larger. Such a
-            target is lowered to the largest number below this sum, and the returned index is that of the last positive
-            weight.
+        target: [rows, 1], at least 0. A target that rounding has made too large is lowered to the largest number below
+            the sum of the weights.
 
     Returns:
-        Three tensors [rows, 1]: the index, which always has a positive weight; the sum of the weights before this
-        index; and the target, lowered if necessary.
+        Three tensors [rows, 1]: the index (its weight is positive), the sum of the weights before this index, and the
+        target.
     """
     # Entries of weight 0 are masked, because a parallel cumsum can increase by a rounding error at such an entry.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
@@ -194,34 +183,24 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 def next_below(numbers: Tensor) -> Tensor:
     """The largest number below each positive, normal number.
 
-    Floating-point numbers in [2^e, 2^(e+1)) have the spacing eps 2^e, and numbers just below 2^e have half this
-    spacing. For x in [2^e, 2^(e+1)), x - x eps / 2 is below x by at least half a spacing and by less than one spacing.
-    So the result is rounded to the number below x.
+    Numbers in [2^e, 2^(e+1)) have the spacing eps 2^e, and numbers just below 2^e have half this spacing. For x in
+    [2^e, 2^(e+1)), x - x eps / 2 is below x by at least half a spacing and by less than one spacing. So the result is
+    rounded to the number below x.
     """
     return numbers * (1 - torch.finfo(numbers.dtype).eps / 2)
 
 
 class Suppression:
-    """Removes suppressed tokens from logits [rows, V].
-
-    Suppressed tokens at the end of the vocabulary are sliced off the logits. The logits of the other suppressed tokens
-    become -inf.
-
-    Args:
-        never: Token ids that are never sampled, ascending.
-        vocabulary: V.
-        device: Device of the logits.
-    """
+    """Removes suppressed tokens from logits [rows, V]."""
 
     def __init__(self, never: tuple[int, ...], vocabulary: int, device: torch.device) -> None:
-        # On a GPU, slicing leaves full blocks if possible, because `pick` then needs no padded copy. On a CPU, all
-        # suppressed ids at the end are sliced off, because a slice costs less than a mask.
+        # On a GPU, slicing leaves full blocks if possible, because `pick` then needs no padded copy. On a CPU, a slice
+        # costs less than a mask.
         self.size, among = sampled_ids(never, vocabulary, BLOCK_TOKENS if device.type == "cuda" else 1)
         self.bias: Tensor | None = None
-        """[size], 0 or -inf. Adding this bias takes one operation, which can be fused with the next operation; filling
-        the logits with -inf would need a copy of them."""
+        """[size], 0 or -inf. Filling the logits with -inf would need a copy of them."""
         if among:
-            # Made once: a copy to a GPU at every token would wait for the GPU.
+            # A copy to a GPU at every token would wait for the GPU.
             bias = torch.zeros(self.size, dtype=torch.float32, device="cpu")
             self.bias = bias.index_fill_(0, torch.tensor(among, device="cpu"), -torch.inf).to(device)
 
@@ -234,12 +213,7 @@ class Suppression:
 def sampled_ids(never: tuple[int, ...], vocabulary: int, multiple: int = 1) -> tuple[int, tuple[int, ...]]:
     """Split suppressed ids into ids at the end of the vocabulary, to be sliced off the logits, and ids to be masked.
 
-    Many vocabularies are padded beyond the tokenizer's last token. Slicing the padding off costs nothing.
-
-    Args:
-        never: Token ids that are never sampled.
-        vocabulary: V, the number of logits.
-        multiple: The number of logits left after slicing is V or a multiple of this number.
+    The number of logits left after slicing is V or a multiple of `multiple`.
 
     Returns:
         The number of logits left after slicing, and the suppressed ids among these logits.
@@ -260,24 +234,15 @@ ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
 
 @functools.lru_cache(maxsize=32)
 def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """Return a `NextToken` that runs one operation after the other.
-
-    This function is the `ChooseSampler` of all devices except CUDA.
-    """
+    """Return a `NextToken` that runs one operation after the other, for all devices except CUDA."""
     return NextToken(settings, vocabulary, device)
 
 
 class Uniforms:
-    """Uniform random numbers in [0, 1). Every prompt has its own stream, with G numbers per decoding step.
+    """Uniform random numbers in [0, 1), as one stream per prompt with G numbers per decoding step.
 
     The numbers of a prompt do not depend on the maximum completion length, the device, or the step at which the prompt
     joins the batch.
-
-    Args:
-        seeds: N seeds, one per prompt.
-        num_generations: G, completions per prompt.
-        device: Device of the returned numbers.
-        part: Indices of the completions, among the G of each prompt, for which numbers are returned; None for all.
     """
 
     def __init__(self, seeds: list[int], num_generations: int, device: torch.device, part: range | None = None) -> None:
@@ -285,12 +250,12 @@ class Uniforms:
         self.part = part or range(num_generations)
         self.generators: list[torch.Generator] = []
         self.rest: list[Tensor] = []
-        """For each prompt, random numbers that are not part of a block yet: [steps, len(part)]."""
+        """For each prompt, numbers [steps, len(part)] that are not part of a block yet."""
         self.block, self.num_blocks = torch.empty(0), 0
         self.join(seeds, 0)
 
     def join(self, seeds: list[int], step: int) -> None:
-        """Add prompts. Their first numbers are used at decoding step `step`, which must be the next requested step."""
+        """Add prompts. `step` must be the next requested decoding step."""
         self.generators += [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         missed = torch.zeros(step % BLOCK_STEPS, len(self.part), dtype=torch.float64, device="cpu")
         self.rest += [missed] * len(seeds)
@@ -319,7 +284,7 @@ class Uniforms:
 
 
 class TokenSampler:
-    """Samples the next token of every row, with its log-prob under the distribution that it is sampled from."""
+    """Samples the next token of every row."""
 
     def __init__(
         self,
@@ -332,7 +297,7 @@ class TokenSampler:
         self.settings = TokenSettings.of(sampling)
         self.stop_strings = StopStringCriteria(tokenizer, sampling.stop_strings) if sampling.stop_strings else None
         self.entropies: list[Tensor] = []
-        """Entropies of the tokens sampled since the last call of `look`."""
+        """Entropies since the last call of `look`."""
 
     def __call__(self, history: Tensor, logits: Tensor, step: int, rows: Tensor | None = None) -> SampledTokens:
         """Sample one token per row.
@@ -341,8 +306,7 @@ class TokenSampler:
             history: [rows, seen] prompt and completion ids.
             logits: [rows, V] of the next token.
             step: Decoding step, for the random numbers.
-            rows: [rows] index of each row among all rows that have joined the batch so far, including rows that have
-                left the batch. None: no row has left, so the indices are 0, 1, 2, ...
+            rows: [rows] index of each row among all rows that have ever joined the batch. None if no row has left.
         """
         uniforms = None
         if not self.sampling.is_greedy:
@@ -356,12 +320,10 @@ class TokenSampler:
         return new_tokens
 
     def look(self, has_ended: Tensor) -> list[bool]:
-        """Copy `has_ended`, [rows] bool, to the host. Check that no logit since the previous call was NaN or +inf.
-
-        The host waits for the device only once.
+        """Copy `has_ended`, [rows] bool, to the host, and check all logits since the previous call.
 
         Raises:
-            FloatingPointError: If a logit was NaN or +inf, which means that training has diverged.
+            FloatingPointError: If a logit was NaN or +inf.
         """
         is_nan = torch.cat(self.entropies).isnan().any()
         self.entropies = []
@@ -378,8 +340,7 @@ class TokenSampler:
 
         Args:
             completion_ids: [rows, tokens].
-            late: [rows] number of columns before the completion of each row. These columns are ignored. None if no row
-                has such columns.
+            late: [rows] number of columns to ignore before the completion of each row. None if no row has such columns.
         """
         if self.stop_strings is None:
             return None

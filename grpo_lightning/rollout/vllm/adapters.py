@@ -1,7 +1,7 @@
-"""Write the policy's adapter for vLLM to a folder in peft's format. The folder has a new name for every update.
+"""Write the policy's adapter for vLLM to a folder in peft's format.
 
-vLLM ignores a new adapter that has the name of a known adapter. Moreover, vLLM's prefix cache distinguishes adapters by
-name. A name is therefore never used twice, not even by another run on the same server.
+vLLM ignores a new adapter with a known name, and its prefix cache distinguishes adapters by name. A name is therefore
+never used twice, not even by another run on the same server.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ def largest_rank(rank: int) -> int:
 
 
 class AdapterFolders:
-    """Writes each version of an adapter into a new folder, and removes the folders of earlier versions.
-
-    Args:
-        parent: Folder in which the versions' folders are created; None creates a temporary folder.
-    """
+    """Writes each version of an adapter into a new folder in `parent`, or in a temporary folder if that is None."""
 
     def __init__(self, parent: Path | None) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="grpo-adapters-") if parent is None else None
@@ -50,12 +46,7 @@ class AdapterFolders:
     def write(self, weights: dict[str, Tensor], version: int) -> Path:
         """Write a version of the adapter into a new folder, which gets its final name only when it is complete.
 
-        Args:
-            weights: Result of `weights.adapter_weights`, in which B is already multiplied by the scale.
-            version: Number of the version.
-
-        Returns:
-            The folder; its name is the name of the adapter.
+        `weights` contain s B in place of B (`weights.adapter_weights`). The folder's name is the name of the adapter.
         """
         from safetensors.torch import save_file
 
@@ -73,7 +64,7 @@ class AdapterFolders:
         return folder
 
     def remove(self) -> None:
-        """Remove the folder of the version that was written last. vLLM has already loaded this version."""
+        """Remove the newest folder, because vLLM has already loaded it."""
         if self.newest is not None:
             shutil.rmtree(self.newest, ignore_errors=True)
 

@@ -31,12 +31,11 @@ NEEDS = {
     "colocate": ("mode colocate", "set mode to server"),
     "server": ("weight_transfer_backend nccl", "set weight_transfer_backend to gloo"),
 }
-"""For each mode of the engine, text for error messages: the setting that needs vLLM in this process, and how to change
-this setting so that vLLM is not needed."""
+"""For each mode, the setting that needs vLLM in this process, and how to avoid it, for error messages."""
 
 
 def check_device() -> None:
-    """Check that this process trains on the first visible GPU, because vLLM always runs there. Raises: ValueError."""
+    """Check that this process trains on the first visible GPU, where vLLM always runs. Raises: ValueError."""
     index = current_device()
     if index:
         raise ValueError(
@@ -51,14 +50,11 @@ def current_device() -> int | None:
 
 
 def check_installed(mode: str) -> None:
-    """Check that vLLM can be imported and is new enough.
-
-    Args:
-        mode: Mode of the engine. In mode "server", this process needs vLLM only to send weights to the server by NCCL.
+    """Check that vLLM can be imported and is new enough. In mode "server", only NCCL needs vLLM.
 
     Raises:
         ModuleNotFoundError: If vLLM is not installed.
-        ImportError: If the installed vLLM cannot be imported, for example because it was built for another torch.
+        ImportError: If the installed vLLM cannot be imported.
         ValueError: If vLLM is too old.
     """
     try:
@@ -86,24 +82,15 @@ def check_version(version: str, subject: str) -> None:
 
 
 IMAGE_OPTIONS = {
-    # vLLM would otherwise normalize pixels in the vision tower, with constants that `load_format="dummy"` replaces by
-    # random numbers.
+    # Otherwise, the vision tower would normalize pixels with constants that `load_format="dummy"` replaces by random
+    # numbers.
     "mm_device_do_normalize": False,
 }
 """Arguments of `vllm.LLM` for multimodal policies."""
 
 
 class Colocated:
-    """A vLLM `LLM` in this process and on its device. The weights come from the policy in memory.
-
-    Args:
-        policy: The policy. vLLM gets the policy's config, allocates the weights, and fills them in at the first update.
-        tokenizer: The policy's tokenizer.
-        sharding: How the policy's weights are sharded. It does not determine how vLLM shards its own weights.
-        options: Arguments of `vllm.LLM`.
-        processor: The processor of a multimodal policy.
-        sleep_level: The level that `sleep` will be called with.
-    """
+    """A vLLM `LLM` in this process and on its device. It gets the policy's weights at the first update."""
 
     def __init__(
         self,
@@ -116,7 +103,7 @@ class Colocated:
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-")
         folder, model = Path(self.folder.name), base_model(policy)
-        # The config of a model that was not loaded from a checkpoint does not name the model's class.
+        # The config of a model without a checkpoint does not name the model's class.
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
         model.config.save_pretrained(folder)
         if processor is not None:
@@ -124,7 +111,7 @@ class Colocated:
             options = options | IMAGE_OPTIONS
         self.has_images = processor is not None
         tokenizer.save_pretrained(folder)
-        # The engine runs in this process, and not in a child process that could not see the policy's tensors.
+        # A child process could not see the policy's tensors.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
@@ -153,10 +140,10 @@ class Colocated:
         self.sleep(min(2 * sleep_level, 2))
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> None:
-        """Load the policy's weights, one group at a time. If vLLM sleeps, this method wakes it up.
+        """Load the policy's weights, one group at a time. If vLLM sleeps, wake it up.
 
         Raises:
-            RuntimeError: If a weight is missing, or blocks of the prefix cache are still in use.
+            RuntimeError: If a weight is missing, or the prefix cache is in use.
         """
         self.wake_up("weights")
         with untouched_state():
@@ -172,7 +159,7 @@ class Colocated:
         self.reset_cache()
 
     def end_update(self) -> None:
-        """End an update that has failed, so that a new one can start (see `Served.end_update`)."""
+        """End a failed update, so that a new one can start (see `Served.end_update`)."""
         for call in (
             self.llm.start_weight_update,
             lambda: self.llm.finish_weight_update(weight_version="incomplete"),
@@ -185,7 +172,7 @@ class Colocated:
         """Load a new version of the adapter, and remove the previous version.
 
         Raises:
-            RuntimeError: If blocks of the prefix cache are still in use.
+            RuntimeError: If the prefix cache is in use.
         """
         from vllm.lora.request import LoRARequest
 
@@ -203,7 +190,7 @@ class Colocated:
         """Drop image features, keys and values that were computed from old weights.
 
         Raises:
-            RuntimeError: If blocks of the prefix cache are still in use.
+            RuntimeError: If the prefix cache is in use.
         """
         with untouched_state():
             if self.has_images:
@@ -215,11 +202,7 @@ class Colocated:
         """Do nothing, because each process has a separate vLLM."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield after every decoding step. If vLLM sleeps, wake it up first.
-
-        Args:
-            requests: Requests by index.
-        """
+        """Sample one completion per request, and yield after every decoding step. If vLLM sleeps, wake it up first."""
         self.wake_up("weights")
         self.wake_up("kv_cache")
         needs_text = any(request.settings["stop"] for request in requests.values())
@@ -227,7 +210,7 @@ class Colocated:
         settings = [sampling_params(each.settings, detokenize=needs_text) for each in requests.values()]
         with untouched_state():
             names = self.llm.enqueue(prompts, settings, lora_request=self.adapter, use_tqdm=False)
-        # vLLM appends characters to the name of a request; the names in its outputs may lack these characters.
+        # The names in vLLM's outputs may lack characters that vLLM appends to the name of a request.
         open_ = {key: index for name, index in zip(names, requests, strict=True) for key in (name, plain_name(name))}
         engine, done = self.llm.llm_engine, 0
         try:
@@ -329,13 +312,13 @@ def free_unused_memory() -> None:
 
 
 def launch_options() -> dict[str, Any]:
-    """Arguments that make vLLM's `LLM` join the trainer's process group, if the run has several processes."""
+    """Arguments with which `LLM` joins the trainer's process group in a run of several processes."""
     return {"distributed_executor_backend": "external_launcher"} if ranks.world_size() > 1 else {}
 
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
-    """Context in which the environment variables contain this process's rank and device, as under torchrun."""
+    """Context in which environment variables hold this process's rank and device, as under torchrun."""
     if ranks.world_size() == 1:
         yield
         return
@@ -357,8 +340,8 @@ def untouched_state() -> Iterator[None]:
     """Context in which autocast is off, and torch has its original default device. The state is restored at the end.
 
     When Lightning connects engines, torch's default device is the training device. Tensors that vLLM needs on the CPU
-    would then be created on the training device. At the end, the context restores the current CUDA device, the random
-    states of torch, numpy and Python, and three settings of torch (default dtype, grad mode and number of threads).
+    would then be created on the training device. The state consists of the CUDA device, the random states of torch,
+    numpy and Python, and torch's default dtype, grad mode and number of threads.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself
@@ -387,7 +370,7 @@ def untouched_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_default_device() -> Iterator[None]:
-    """Context in which torch's function modes are off, for example the mode of `with torch.device(...)`."""
+    """Context in which torch's function modes are off, such as `with torch.device(...)`."""
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # no public interface
 
     modes = [_pop_mode() for _ in _get_current_function_mode_stack()]

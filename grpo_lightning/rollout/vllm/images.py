@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 class KnownImage:
     """An image that is decoded once, and encoded at most once.
 
-    Args:
-        source: The image.
-
     Raises:
         ImageError: If `ImageRef.read` raises one.
     """
@@ -39,7 +36,7 @@ class KnownImage:
 
     @property
     def content_part(self) -> dict[str, str]:
-        """The image as a PNG file in a URL, for a server. It is encoded by the first thread that needs it."""
+        """The image as a PNG file in a URL, for a server."""
         with self._lock:
             return self._content_part
 
@@ -50,16 +47,11 @@ class KnownImage:
 
 
 KnownImages: TypeAlias = dict[Hashable, KnownImage]
-"""Images by the keys of their references. Holding an image keeps its source alive, so its key remains unique."""
+"""Images by key. Holding an image keeps its source alive, so its key remains unique."""
 
 
 class PromptImages:
-    """The images of a prompt. All completions of the prompt share this object.
-
-    Args:
-        known: The images.
-        unexpanded_ids: The prompt's tokens with one placeholder per image.
-    """
+    """The images of a prompt. `unexpanded_ids` are its tokens with one placeholder per image."""
 
     def __init__(self, known: Sequence[KnownImage], unexpanded_ids: list[int]) -> None:
         self.known, self.unexpanded_ids = known, unexpanded_ids
@@ -81,12 +73,7 @@ class PromptImages:
 
 
 def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase, known: KnownImages) -> PromptImages | None:
-    """Read the images of a prompt; None if the prompt has no images.
-
-    Args:
-        vision: Vision inputs of the prompt.
-        tokenizer: The policy's tokenizer.
-        known: The images that have been read already. The images of the prompt are added to `known`.
+    """Read the images of a prompt, and add them to `known`; None if the prompt has no images.
 
     Raises:
         ImageError: If `ImageRef.read` raises one.
@@ -101,7 +88,7 @@ def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase, known: K
 
 
 def data_url(image: Image) -> str:
-    """An image as a URL that contains a PNG file, because PNG keeps all pixels."""
+    """An image as a PNG file in a URL, because PNG keeps all pixels."""
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -122,11 +109,7 @@ def probe_prompt() -> Prompt:
 
 
 def check_counts(vision: VisionInputs, limit: int | None) -> None:
-    """Check the number of images per prompt.
-
-    Args:
-        vision: The vision inputs of the prompts.
-        limit: Maximum number of images per prompt that vLLM accepts; None if unknown.
+    """Check that no prompt has more than `limit` images.
 
     Raises:
         ValueError: If a prompt has more than `limit` images.
@@ -142,15 +125,8 @@ def check_counts(vision: VisionInputs, limit: int | None) -> None:
 def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Sequence[int] | None, remedy: str) -> None:
     """Check that vLLM and the policy's processor have computed the same token ids for a prompt with images.
 
-    Args:
-        images: The images of the prompt.
-        prompt_ids: [L] tokens of the prompt, as the policy's processor encodes it.
-        got: Tokens that vLLM has computed for the prompt; None if vLLM did not report them.
-        remedy: Advice at the end of the error message if the numbers of tokens differ.
-
     Raises:
-        RuntimeError: If the tokens differ, or vLLM has not reported them. If the tokens differ, the message states the
-            number of tokens for the policy and for vLLM.
+        RuntimeError: If the tokens differ, or vLLM has not reported them.
     """
     if got is None:
         raise RuntimeError("vLLM did not report the token ids of a prompt with images (prompt_token_ids).")
@@ -172,7 +148,7 @@ def check_prompt_ids(images: PromptImages, prompt_ids: Sequence[int], got: Seque
 
 
 def image_limits(processor: Any) -> dict[str, Any]:
-    """Settings of a processor that determine the number of tokens of an image, by their names in the processor."""
+    """Settings of a processor that determine the number of tokens of an image."""
     images = processor.image_processor
     if getattr(images, "crop_to_patches", False):
         return {name: getattr(images, name) for name in ("crop_to_patches", "min_patches", "max_patches")}

@@ -1,8 +1,7 @@
 """Check that vLLM's log-probs of a small rollout equal those that training computes with the policy.
 
-The check finds servers that report log-probs without the temperature. It also finds weights that differ between vLLM
-and training, and kernels whose results differ from those of training. In every rollout, `policy/rollout_kl` measures
-how far the log-probs of vLLM and of training differ.
+The check finds servers that report log-probs without the temperature, and weights or kernels that differ from those of
+training.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ PROBE_TEMPERATURE = 0.5
 """Temperature of the probe. It is not 1, so that log-probs with and without the temperature differ."""
 
 LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Largest accepted mean |difference| between vLLM's and the policy's log-probs in the probe, in nats, by the dtype of
-the weights. If vLLM's dtype and the policy's dtype differ, the coarser dtype counts."""
+"""Largest accepted mean |difference| of log-probs in the probe, in nats, by the coarser dtype of vLLM's and the
+policy's weights."""
 
 QUANTIZED_DIFFERENCE = 0.5
 """Largest accepted mean |difference| if `quantization` is set, in nats."""
@@ -42,14 +41,11 @@ QUANTIZED_DIFFERENCE = 0.5
 def check_difference(difference: float, dtypes: Iterable[torch.dtype], *, is_server: bool, is_quantized: bool) -> None:
     """Check that vLLM's log-probs differ from the policy's only by rounding.
 
-    Args:
-        difference: Mean |difference| in the probe, in nats (`LogprobProbe.mean_difference`).
-        dtypes: Known dtypes of the policy's weights and of vLLM's copy.
-        is_server: True if vLLM is a server. Its dtype is not known, so the tolerance is at least that of bfloat16.
-        is_quantized: True if vLLM's copy of the weights is quantized.
+    `difference` is the mean |difference| in nats. The dtype of a server is unknown, so the tolerance is at least that
+    of bfloat16.
 
     Raises:
-        ValueError: If the log-probs differ by more than rounding.
+        ValueError: If they differ more.
     """
     tolerance = max(LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes)
     if is_server:
@@ -66,10 +62,10 @@ def check_difference(difference: float, dtypes: Iterable[torch.dtype], *, is_ser
 
 
 class LogprobProbe(NamedTuple):
-    """Samples 2 prompts x 2 completions with an engine, and compares the log-probs with those of training."""
+    """Compares an engine's log-probs with those of training, on 2 prompts x 2 completions."""
 
     engine: RolloutEngine
-    """The engine, which has the policy's current weights."""
+    """The engine, with the policy's current weights."""
 
     policy: nn.Module
     tokenizer: PreTrainedTokenizerBase
@@ -83,13 +79,13 @@ class LogprobProbe(NamedTuple):
     """Computes the policy's log-probs in training."""
 
     def mean_difference(self) -> float:
-        """The mean of `differences` on the rank where this mean is largest. Collective: every rank must call it."""
+        """The largest mean of `differences` on any rank. Collective: every rank must call it."""
         with probe_mode(self.policy):
             return float(ranks.max_over_ranks(self.differences().mean()))
 
     @torch.no_grad()
     def differences(self) -> Tensor:
-        """|engine's log-probs - scorer's log-probs| for 2 prompts x 2 completions: [sampled tokens], nats."""
+        """|engine's log-probs - scorer's log-probs|: [sampled tokens], nats."""
         device = compute_device(self.policy)
         prompts, vision = self.prompts()
         ids, mask = left_pad(prompts, pad_id=0)
@@ -115,7 +111,7 @@ class LogprobProbe(NamedTuple):
         return (logprobs - scorer(self.policy, batch, temperature=PROBE_TEMPERATURE).logprobs).abs().flatten()
 
     def prompts(self) -> tuple[list[list[int]], VisionInputs | None]:
-        """Make two prompts of random tokens. For a multimodal policy, the second one is an image and a word instead."""
+        """Make two prompts of random tokens; for a multimodal policy, the second one is an image and a word."""
         size = full_shape(self.policy.get_input_embeddings().weight)[0]  # type: ignore[operator,union-attr]
         # A prompt without images must not contain image tokens.
         known = torch.tensor(sorted(set(range(size)) - set(self.scorer.never)), device="cpu")

@@ -1,7 +1,6 @@
 """Requests to vLLM and its answers: seeds, sampling settings by vLLM's names, and completions.
 
-`LLM.generate` and the server's route `/v1/completions` take the same settings, so both modes of the engine share this
-file. vLLM is not imported here.
+Both modes of the engine share this file, and vLLM is not imported here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LEAST_TEMPERATURE = 0.01
 
 SUPPRESSED = -100.0
 """Logit bias of suppressed tokens. This is the lowest bias that vLLM's server accepts. exp(-100) is below the precision
-of float32, so the log-probs of all other tokens are those of a softmax without the suppressed tokens."""
+of float32."""
 
 
 MOST_SUPPRESSED = 1024
@@ -37,7 +36,7 @@ class Request:
     """Arguments of `vllm.SamplingParams`, which are also fields of the server's requests."""
 
     prompt: int = 0
-    """Index of the prompt among the prompts of the call. One server samples all completions of a prompt."""
+    """Index of the prompt among the prompts of the call."""
 
     images: PromptImages | None = None
     """The images of the prompt; None if the prompt has no images."""
@@ -56,17 +55,17 @@ class Answer:
     finish_reason: str | None
 
     weight_version: int | None = None
-    """Number of the update whose weights sampled the completion; None if vLLM has not reported this number."""
+    """Number of the update whose weights sampled the completion; None if unknown."""
 
     prompt_ids: list[int] | None = None
-    """[L] tokens of the prompt, as vLLM has computed them; None if vLLM does not report these tokens."""
+    """[L] tokens of the prompt, as vLLM has computed them; None if unknown."""
 
 
 class Arrivals(NamedTuple):
-    """Progress of vLLM while it samples, and the completions that have ended since the last report."""
+    """Progress of vLLM, and the completions that have ended since the last report."""
 
     done: int
-    """Number of decoding steps done, or 0 if vLLM does not report this number."""
+    """Number of decoding steps done, or 0 if unknown."""
 
     answers: Sequence[tuple[int, Answer]]
     """Completions that have ended: the index of the request, and the answer."""
@@ -76,9 +75,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Check that vLLM samples from exactly the distribution that `LocalEngine` samples from.
 
     Raises:
-        ValueError: In three cases, in which the distributions would differ: (a) more tokens are suppressed than vLLM
-            accepts; (b) vLLM would increase the temperature; (c) `min_p` and `top_p` are both set. (vLLM applies
-            `min_p` first, and then `top_p` to the remaining probability mass.)
+        ValueError: In three cases: (a) more tokens are suppressed than vLLM accepts; (b) vLLM would increase the
+            temperature; (c) `min_p` and `top_p` are both set. (vLLM applies `min_p` first, and then `top_p` to the
+            remaining probability mass.)
     """
     if len(set(sampling.suppress_tokens)) > MOST_SUPPRESSED:
         raise ValueError(
@@ -101,12 +100,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Translate sampling settings to vLLM's names. The result is complete, so no default of a model or server applies.
-
-    Args:
-        sampling: Settings that `check_sampling` accepts.
-        stop_ids: Tokens that end a completion.
-    """
+    """Translate sampling settings to vLLM's names, completely, so that no default of a model or server applies."""
     is_greedy = sampling.is_greedy
     return {
         "n": 1,
@@ -141,18 +135,8 @@ def requests_of(
 ) -> list[Request]:
     """Make one request per completion, in the order of the prompts.
 
-    The seed of a request follows from the seed of the prompt and the index of the completion in its group. The random
-    numbers of a completion therefore depend neither on the other prompts of the batch nor on the part of the group
-    that is sampled. vLLM's prefix cache computes a prompt once for its requests.
-
-    Args:
-        prompts: N prompts, unpadded token ids.
-        seeds: N seeds, one per prompt.
-        part: Indices of the completions to sample, among the G completions of a prompt.
-        settings: The result of `sampling_settings`.
-        images: The images of the N prompts; None if no prompt has any.
-        limits: N numbers, one per prompt: the maximum number of tokens of each completion of this prompt. None uses the
-            number in `settings` for all prompts.
+    `limits` replace the maximum number of tokens in `settings`, per prompt. The seed of a request follows from the seed
+    of the prompt and the index of the completion in its group.
     """
     limit_of: Sequence[int | None] = limits or [None] * len(prompts)
     of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)

@@ -1,7 +1,6 @@
 """One external vLLM server (server mode): HTTP requests, weight updates and checks.
 
-The server is a plain `vllm serve` with a weight transfer backend. It can run on other devices or on another node.
-`servers.py` uses several servers as one. It balances and repeats requests, and handles servers that come back.
+The server is a plain `vllm serve` with a weight transfer backend. `servers.py` uses several servers as one.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 """Route that exists only if the server accepts adapters at runtime."""
 
 PATIENCE = 5
-"""Seconds to wait for an answer that explains a failure, or for the answer to a health check."""
+"""Seconds to wait for an answer that explains a failure, or to a health check."""
 
 REFUSAL = 0.5
-"""Seconds to wait for a refusal: a server that refuses to open the weight transfer group does so within this time."""
+"""Seconds within which a server refuses to open the weight transfer group."""
 
 INCOMPLETE = "incomplete"
-"""Version that a server reports during an update, and after an update that did not end."""
+"""Version that a server reports during an update, or after one that did not end."""
 
 TOKENS = "/inference/v1/generate"
-"""Route of a server with `--enable-scale-out`, which reports the version of the weights with each completion."""
+"""Route of a server with `--enable-scale-out`. It reports the weights' version with each completion."""
 
 COMPLETIONS = "/v1/completions"
 """Route that every server has."""
@@ -57,7 +56,7 @@ class ServerError(RuntimeError):
     """The server cannot be reached, or refuses a request."""
 
     status: int | None = None
-    """The HTTP status with which the server answered; None if it did not answer."""
+    """The HTTP status; None without an answer."""
 
 
 class UnavailableError(ServerError):
@@ -69,12 +68,7 @@ class LostWeightsError(UnavailableError):
 
 
 class Client:
-    """Sends requests to one server, with the key of the environment variable `API_KEY`. Every call has a timeout.
-
-    Args:
-        url: Address of the server, for example `http://127.0.0.1:8000`.
-        timeout: Seconds that a call may take.
-    """
+    """Sends requests to one server, with the key of the environment variable `API_KEY`. Every call has a timeout."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -90,12 +84,7 @@ class Client:
         return self._call("POST", route, {} if body is None else body, None)
 
     def _call(self, method: str, route: str, body: Any, timeout: float | None) -> Any:
-        """Send a request. Returns: the decoded JSON, or None if the answer is no JSON.
-
-        Raises:
-            UnavailableError: If another try may succeed.
-            ServerError: If the server refuses the request.
-        """
+        """Send a request. Returns: the decoded JSON, or None if the answer is no JSON. Raises: `ServerError`."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
@@ -122,7 +111,7 @@ class Client:
             return None
 
     def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Make an error with the advice of `remedy`. 5xx and the statuses in `BUSY` give an `UnavailableError`."""
+        """Make an error, which is an `UnavailableError` for 5xx and the statuses in `BUSY`."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
@@ -142,7 +131,7 @@ class Client:
 
 
 def remedy(status: int, text: str) -> str:
-    """Advice about a request that vLLM refuses, or "" if there is nothing to add to vLLM's own message."""
+    """Advice about a request that vLLM refuses, or ""."""
     if status == 401:
         verb = "Correct" if os.environ.get(API_KEY) else "Set"
         return f"{verb} the environment variable {API_KEY}: it must hold the server's API key."
@@ -159,14 +148,7 @@ def remedy(status: int, text: str) -> str:
 
 
 class Served:
-    """The policy on one vLLM server, with weights from the trainer.
-
-    Args:
-        url: Address of the server.
-        timeout: Seconds that a call may take.
-        backend: The server's weight transfer backend, "nccl" or "gloo".
-        group_port: Free port of this machine for the process group of the trainer and the server's workers.
-    """
+    """The policy on one vLLM server, with weights from the trainer."""
 
     def __init__(self, url: str, timeout: float, backend: str, group_port: int) -> None:
         self.client, self.backend, self.group_port = Client(url, timeout), backend, group_port
@@ -174,12 +156,11 @@ class Served:
         self.policy: str | None = None
         self.model, self.max_model_len = "", 0
         self.version: str | None = None
-        """Version of this run's weights on the server; None if the server does not have this run's weights."""
+        """Version of this run's weights on the server; None without them."""
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
         self.loaded: set[str] = set()
-        """Names of adapters that the server may have. If the answer to a request to load an adapter got lost, it is
-        unknown whether the adapter was loaded."""
+        """Names of adapters that the server may have, even if its answer got lost."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""
@@ -193,9 +174,6 @@ class Served:
 
     def check(self, policy: str | None) -> None:
         """Check the server, its version and its model, before the policy's weights are loaded.
-
-        Args:
-            policy: Name or folder of the policy; None if the policy is in memory.
 
         Raises:
             ServerError: If no vLLM server answers.
@@ -257,7 +235,7 @@ class Served:
         return True
 
     def reported_version(self, timeout: float | None = None) -> str:
-        """Version of the weights that the server has now, as the server reports it. Raises: ServerError."""
+        """Version of the weights, as the server reports it now. Raises: ServerError."""
         return str(self.client.get("/weight_info", timeout)["weight_version"])
 
     def is_healthy(self) -> bool:
@@ -279,11 +257,10 @@ class Served:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def join(self) -> None:
-        """Open the process group through which the weights are sent. The trainer has rank 0 in this group.
+        """Open the process group through which the weights are sent.
 
         Raises:
-            ServerError: If the server refuses, or its workers do not join, for example because they cannot reach this
-                machine.
+            ServerError: If the server refuses, or its workers do not join.
         """
         host = own_address(self.client.url)
         info: dict[str, Any] = {
@@ -294,9 +271,8 @@ class Served:
         }
         if self.backend == "gloo":
             info["timeout"] = self.client.timeout
-        # The server answers only after its workers have joined, and the workers wait for rank 0. So the request is sent
-        # in the background. If the server refuses, no worker joins, and opening the group would wait for the whole
-        # timeout. So the call first waits for a refusal.
+        # The server answers only after its workers have joined, and the workers wait for rank 0. If the server refuses,
+        # no worker joins, and opening the group would wait for the whole timeout.
         answer = in_background(lambda: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
         wait((answer,), REFUSAL)
         try:
@@ -305,8 +281,7 @@ class Served:
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
         except (RuntimeError, OSError) as error:  # torch's errors of stores and process groups; a used port with NCCL
             problem = problem_of(answer)
-            # If the server has not answered, its workers still try to join, and another try would fail. The error is
-            # then not temporary.
+            # If the server has not answered, its workers still try to join, and another try would fail.
             raise (ServerError if problem is None else type(problem))(
                 f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
                 f"{host}:{self.group_port} (backend {self.backend}): {problem or error} Set model.engine.group_port to "
@@ -323,9 +298,7 @@ class Served:
     def begin_update(self) -> None:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        At the first update, the server's workers join a process group. At a later update, the workers join a new
-        process group if the server does not report this run's last weights, for example because the server has
-        restarted or is used by another run.
+        The workers join a new process group if the server does not report this run's last weights.
 
         Raises:
             ServerError: If the server cannot be updated.
@@ -350,16 +323,10 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        There are two cases:
-
-        - The old update is still active. vLLM then refuses to start a new update.
-        - The old update failed while weights were received, and is no longer active. Layers that received only some of
-          their weights still wait for the rest. If a new update started in this state, these layers would get weights
-          of both updates.
-
-        This method requests the start of an empty update, and then the end of the active update. In the first case,
-        vLLM refuses the start, and ends the old update. In the second case, vLLM starts and ends the empty update, and
-        the layers stop waiting. Until new weights are sent, the incomplete layers have arbitrary values.
+        vLLM refuses a new update while the old one is active. If the old update failed while weights were received, it
+        is no longer active, but its incomplete layers still wait for the rest of their weights. They would get weights
+        of both updates. This method requests the start of an empty update, and then the end of the active update. Until
+        new weights are sent, the incomplete layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.
@@ -379,12 +346,12 @@ class Served:
             )
 
     def load_adapter(self, folder: Path) -> None:
-        """Unload the earlier versions of the adapter, and load a new version from a folder that the server can read.
+        """Unload earlier versions of the adapter, and load a new one from a folder that the server can read.
 
         Raises:
             LostWeightsError: If the server has restarted.
             UnavailableError: If another try may succeed.
-            ServerError: If the server cannot load the adapter, for example because it does not see the folder.
+            ServerError: If the server cannot load the adapter.
         """
         self.adapter = None
         for name in sorted(self.loaded):
@@ -414,16 +381,13 @@ class Served:
         answer.result()
 
     def finish_update(self, version: str) -> None:
-        """Make the server use the weights that it has received, and let it sample again.
-
-        Args:
-            version: Name that the server reports for these weights from now on.
+        """Make the server use the received weights, under the name `version`, and let it sample again.
 
         Raises:
             ServerError: If a weight is missing, or the server cannot sample.
         """
         self.client.post("/finish_weight_update", {"weight_version": version})
-        # After an update, the caches contain image features, keys and values of the old weights, so they are reset.
+        # The caches contain image features, keys and values of the old weights.
         if self.has_images:
             self.client.post("/reset_encoder_cache")
         if not self.client.post("/reset_prefix_cache")["success"]:
@@ -434,11 +398,7 @@ class Served:
     # ------------------------------------------------------------------------------------------------------- sampling
 
     def complete(self, request: Request, version: str) -> Answer:
-        """Sample the completion of one request.
-
-        Args:
-            request: The completion to sample.
-            version: Version of the weights that the server must have.
+        """Sample the completion of one request, from the weights `version`.
 
         Raises:
             LostWeightsError: If the completion was sampled from other weights.
@@ -461,8 +421,8 @@ class Served:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
             (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
-            # The version is requested after sampling. Every update has a unique name, so the version shows whether the
-            # weights were replaced meanwhile, even by the same values.
+            # Requested after sampling. Every update has a unique name, so the version shows whether the weights were
+            # replaced.
             versions = {self.reported_version()}
         if choice["finish_reason"] == "abort":
             raise UnavailableError(f"{self.url} aborted a completion: another client may have paused the server.")
@@ -483,18 +443,12 @@ class Served:
             raise
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as the server does when it looks for stop strings."""
+        """Decode tokens as the server does for stop strings."""
         return str(self.client.post("/detokenize", {"model": self.model, "tokens": token_ids})["prompt"])
 
 
 def version_name(run: str, update: int, count: int) -> str:
-    """Name of the weights of an update.
-
-    Args:
-        run: Identifies this run among all runs that use the server.
-        update: Number of the update.
-        count: Number of times that this run has sent weights. It makes each name unique.
-    """
+    """Name of the weights of an update. `count`, the number of times that the run has sent weights, makes it unique."""
     return f"grpo-{run}-{update}-{count}"
 
 
@@ -504,10 +458,7 @@ def update_of(version: str) -> int:
 
 
 def problem_of(answer: Future[Any]) -> ServerError | None:
-    """Wait for a request that was sent to the server in the background, and return its error.
-
-    The result is None if the request succeeds, or if no answer arrives within `PATIENCE` seconds.
-    """
+    """The error of a request in the background; None if it succeeds or gets no answer within `PATIENCE` seconds."""
     try:
         answer.result(timeout=PATIENCE)
     except ServerError as error:
@@ -518,12 +469,12 @@ def problem_of(answer: Future[Any]) -> ServerError | None:
 
 
 def is_same_model(policy: str, model: dict[str, Any]) -> bool:
-    """True if a model of the server has the name of the policy, or was loaded from the policy's folder."""
+    """True if a model of the server has the name or the folder of the policy."""
     return policy.rstrip("/") in {str(model.get(key, "")).rstrip("/") for key in ("id", "root")}
 
 
 def own_address(url: str) -> str:
-    """Address by which the server knows this machine. It is the local address of a connection to the server.
+    """Address by which the server knows this machine.
 
     Raises:
         UnavailableError: If the server cannot be reached.

@@ -1,7 +1,7 @@
 """Use several vLLM servers as one. `Servers` balances and repeats requests, and handles servers that die or come back.
 
-All servers get all weight updates. A completion does not depend on the server that samples it, because each request has
-its own seed. So a failed request can be repeated on any server with the same result.
+All servers get all weight updates. Each request has its own seed, so a failed request can be repeated on any server
+with the same result.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from grpo_lightning.rollout.vllm.server import (
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
-"""Maximum number of requests that are sent to one server at the same time. The server decides how many of them it
-decodes together."""
+"""Maximum number of requests that one server has at the same time."""
 
 BACKOFF = 1.0
-"""Seconds before the first retry. Each later retry waits twice as long as the one before."""
+"""Seconds before the first retry. Each later retry waits twice as long."""
 
 POLL = 1.0
 """Seconds between two checks whether servers that have died answer again."""
@@ -55,18 +54,12 @@ class Job:
     due: float = 0.0
     """Time (`time.monotonic`) before which the request is not sent again."""
     failed_on: Served | None = None
-    """Server on which the request failed last. If there is another server, the request goes there next."""
+    """Server on which the request failed last. Another server is tried next."""
 
 
 @dataclass(eq=False)
 class Pending:
-    """The unanswered requests of a call.
-
-    Args:
-        waiting: Requests that have not been sent yet, or have to be sent again.
-        num_sent: Number of requests that each server works on, by address.
-        homes: Server of each prompt, by the index of the prompt.
-    """
+    """The unanswered requests of a call."""
 
     waiting: list[Job]
     num_sent: dict[str, int]
@@ -75,9 +68,8 @@ class Pending:
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
         """Iterate over the requests that can be sent now, with their servers, and count them as sent.
 
-        All requests of a prompt go to one server, so that the prefix cache of this server computes the prompt once. A
-        new prompt goes to the server that works on the fewest requests. If this is true of several servers, the prompt
-        goes to the first of them in the list.
+        All requests of a prompt go to one server, so that its prefix cache computes the prompt once. A new prompt goes
+        to the first server with the fewest requests.
         """
         kept = []
         for position, job in enumerate(self.waiting):
@@ -99,11 +91,11 @@ class Pending:
 
 
 class Announcement(NamedTuple):
-    """The weights that the servers have, as broadcast by rank 0 to the other ranks."""
+    """The weights that the servers have, broadcast by rank 0."""
 
     versions: dict[str, tuple[str | None, str | None]]
-    """By server address: the version of this run's weights and the name of this run's adapter on the server. None
-    replaces a version or a name that the server does not have."""
+    """By server address: the version of this run's weights and the name of its adapter. None replaces what a server
+    lacks."""
 
     adapter: str | None
     """Name of the adapter that completions are sampled with; None without adapters."""
@@ -112,18 +104,8 @@ class Announcement(NamedTuple):
 class Servers:
     """The policy on vLLM servers, with weights from the trainer.
 
-    Args:
-        urls: Addresses of the servers.
-        timeout: Seconds that a call may take.
-        backend: The servers' weight transfer backend, "nccl" or "gloo".
-        group_port: Free port of this machine for the process group of the trainer and the first server. The process
-            groups with the next servers use the following ports.
-        max_retries: Number of times that a request is repeated after a temporary failure.
-        reconnect_timeout: Seconds to wait for a server if all of them have died.
-        first: Index of the server that gets this rank's first prompt. The index differs between ranks, so that the
-            ranks do not all begin with the same server.
-        lora_folder: Folder for adapters, which the servers must be able to read; None uses a temporary folder of this
-            machine.
+    For the settings, see `VLLMEngine`. `first` is the index of the server that gets this rank's first prompt, so that
+    the ranks do not all begin with the same server.
     """
 
     def __init__(
@@ -152,7 +134,7 @@ class Servers:
         return ", ".join(server.url for server in self.servers)
 
     def check(self, policy: str | None) -> None:
-        """Check all servers, before the policy's weights are loaded. Raises: the errors of `Served.check`."""
+        """Check all servers. Raises: the errors of `Served.check`."""
         for server in self.servers:
             server.check(policy)
         self.max_model_len = min(server.max_model_len for server in self.servers)
@@ -170,17 +152,9 @@ class Servers:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Announcement:
-        """Send the policy's weights, one group of weights at a time, to all servers that do not have these weights.
+        """Send the policy's weights, one group at a time, to all servers that lack them.
 
-        A server that does not answer is left out, and gets the weights of the next update.
-
-        Args:
-            groups: The groups of weights. The function iterates over them only once, and sends each group to all these
-                servers.
-            version: Number of the update.
-
-        Returns:
-            The value that the other ranks pass to `adopt`.
+        `groups` is iterated over only once. A server that does not answer is left out until the next update.
 
         Raises:
             UnavailableError: If no server has received the weights, but another try may succeed.
@@ -216,18 +190,11 @@ class Servers:
         return self.announcement()
 
     def lack(self, update: int) -> bool:
-        """True if at least one answering server lacks the weights of an update. Raises: the error of `wait_for_one`."""
+        """True if an answering server lacks the weights of an update. Raises: the error of `wait_for_one`."""
         return not all(is_at(server, update) and server.has_weights() for server in self.wait_for_one())
 
     def load_adapter(self, adapter: dict[str, Tensor], version: int) -> Announcement:
         """Load the policy's adapter on the servers that have the base weights.
-
-        Args:
-            adapter: Weights by peft's names.
-            version: Number of the update.
-
-        Returns:
-            The value that the other ranks pass to `adopt`.
 
         Raises:
             UnavailableError: If no server has received the adapter, but another try may succeed.
@@ -259,7 +226,7 @@ class Servers:
         return Announcement({server.url: (server.version, server.adapter) for server in self.servers}, self.adapter)
 
     def adopt(self, announced: Announcement) -> None:
-        """Record the weights and the adapter that each server has, as announced by rank 0."""
+        """Record what each server has, as announced by rank 0."""
         for server in self.servers:
             server.version, server.adapter = announced.versions[server.url]
         self.adapter = announced.adapter
@@ -292,18 +259,12 @@ class Servers:
     # ------------------------------------------------------------------------------------------------------- sampling
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each as soon as it has arrived.
+        """Sample one completion per request, and yield each as it arrives.
 
-        Requests that fail for a temporary reason are repeated on a server that has the weights. If no server has the
-        weights any more, the iteration ends early. The caller then sends the weights again (`update`), and requests the
-        missing completions.
-
-        Args:
-            requests: Requests by index.
+        Requests that fail temporarily are repeated. If no server has the weights any more, the iteration ends early.
 
         Raises:
-            ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times. The other
-                requests are then dropped, and nothing waits for their answers. (The same holds after Ctrl-C.)
+            ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times.
         """
         jobs = [Job(index, request) for index, request in requests.items()]
         order = [*self.servers[self.first % len(self.servers) :], *self.servers[: self.first % len(self.servers)]]
@@ -329,8 +290,7 @@ class Servers:
     def judge(self, job: Job, server: Served, error: BaseException) -> None:
         """Handle a failed request, which is then repeated.
 
-        If the server does not answer or has lost the weights, it is not used until it has the weights again. Otherwise,
-        the failure counts, and the request waits before it is repeated.
+        A server that does not answer or has lost the weights is not used until it has them again.
 
         Raises:
             BaseException: The error itself, if it is not temporary.
@@ -357,7 +317,7 @@ class Servers:
         job.due = time.monotonic() + seconds
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as the servers do when they look for stop strings. Returns "" if the servers' texts differ."""
+        """Decode tokens as the servers do for stop strings; "" if their texts differ."""
         texts = {server.decode(token_ids) for server in self.able or self.servers}
         return texts.pop() if len(texts) == 1 else ""
 
@@ -368,10 +328,7 @@ def is_at(server: Served, update: int) -> bool:
 
 
 def send_in_background(job: Job, server: Served, arrived: queue.SimpleQueue[Any]) -> None:
-    """Send a request in a separate thread, which puts the answer or the error into a queue.
-
-    The thread is a daemon, so the process can exit while a request is unanswered, for example after Ctrl-C.
-    """
+    """Send a request in a daemon thread, which puts the answer or the error into a queue."""
     version = server.version
     assert version is not None
 

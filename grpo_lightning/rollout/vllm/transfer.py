@@ -1,11 +1,8 @@
 """Weight transfer to vLLM: backends that receive weights, and process groups through which the trainer sends them.
 
-vLLM receives weights through pluggable backends. Its own backend `nccl` needs GPUs. `register` adds two backends that
-do not need GPUs. The backend `tensors` passes tensors within one process, and the backend `gloo` broadcasts tensors
-over TCP. `gloo` and `nccl` use the same messages. With both backends, the server's workers wait for each tensor while
-the trainer broadcasts it. For these two backends, the trainer's code differs only in the process group.
-
-vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package.
+vLLM's own backend `nccl` needs GPUs. `register` adds two backends that do not. `tensors` passes tensors within one
+process, and `gloo` broadcasts tensors over TCP. vLLM calls `register` in each of its processes, through the entry point
+`vllm.general_plugins` of this package.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ class BroadcastGroup(Protocol):
     """A process group of the trainer (rank 0) and the server's workers."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor of rank 0 to the other ranks, which receive the values into their own `tensor`."""
+        """Send a tensor of rank 0 to the other ranks, which receive it into their own `tensor`."""
 
     def close(self) -> None:
         """Close the connections and free the port, even if a traceback still refers to the group."""
@@ -45,15 +42,7 @@ def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
 
 
 class GlooGroup:
-    """A group over TCP, separate from the global process groups of torch and vLLM.
-
-    Args:
-        host: Address of rank 0.
-        port: Free port of rank 0.
-        rank: Rank of this process; the trainer has rank 0.
-        world_size: Number of processes in the group.
-        timeout: Seconds that each operation may take.
-    """
+    """A group over TCP, separate from the global process groups of torch and vLLM."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
@@ -73,15 +62,9 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """The process group through which the trainer broadcasts to vLLM's backend `nccl`, on the current CUDA device.
+    """The trainer's process group for vLLM's backend `nccl`, on the current CUDA device.
 
-    Args:
-        host: Address of the trainer.
-        port: Free port of the trainer.
-        rank: Rank of this process in the group. It must be 0, the trainer's rank.
-        world_size: Number of processes in the group.
-        timeout: Limit in seconds for opening the group, and for each broadcast. NCCL itself has no limit and would wait
-            forever for a server that has died.
+    NCCL itself has no time limit, and would wait forever for a server that has died.
     """
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
@@ -122,7 +105,7 @@ GROUPS: dict[str, type[GlooGroup | NCCLGroup]] = {"gloo": GlooGroup, "nccl": NCC
 
 
 def describe(group: list[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The message that announces a group of weights to the server's workers before the weights are broadcast."""
+    """The message that announces a group of weights to the server's workers."""
     return {
         "names": [name for name, _ in group],
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in group],
@@ -134,7 +117,7 @@ def describe(group: list[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Register the backends `tensors` and `gloo` with vLLM, if the release of vLLM supports weight transfer."""
+    """Register the backends `tensors` and `gloo`, if this vLLM supports weight transfer."""
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -181,8 +164,8 @@ class Announced:
 class Reload:
     """Loads full weights layer by layer, and checks that every weight of the model got a value.
 
-    `register` combines each subclass of this class with vLLM's base class `WeightTransferEngine`. The base class sets
-    the attributes `model`, `model_config`, `parallel_config` and `device`.
+    `register` adds vLLM's base class `WeightTransferEngine`, which sets `model`, `model_config`, `parallel_config` and
+    `device`.
     """
 
     init_info_cls: type = NoInit
@@ -203,7 +186,7 @@ class Reload:
 
         computed = self.names()  # a tied weight has one name before the next line, and several after it
         initialize_layerwise_reload(self.model)
-        # Weights that vLLM computes from other weights, for example the scales of quantized weights, are not expected.
+        # Weights that vLLM computes from other weights are not expected.
         self.expected, self.loaded = computed & self.names(), set()
 
     def names(self) -> set[str]:
@@ -217,9 +200,7 @@ class Reload:
     def finish_weight_update(self) -> None:
         """Put the collected weights into place. Raises: RuntimeError if a weight is missing.
 
-        vLLM considers an update active until this method succeeds. If a weight is missing, only the first call for this
-        update raises. A second call succeeds and ends the update, so that the trainer can start a new update
-        (`Served.end_update`).
+        If a weight is missing, only the first call raises. A second call ends the update (`Served.end_update`).
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -242,7 +223,7 @@ class Reload:
 
 
 class InProcess(Reload):
-    """The backend `tensors`. The trainer passes its tensors themselves, within the same process."""
+    """The backend `tensors`."""
 
     update_info_cls = Tensors
 
@@ -252,7 +233,7 @@ class InProcess(Reload):
 
 
 class Broadcast(Reload):
-    """The backend `gloo`. The trainer broadcasts each weight."""
+    """The backend `gloo`."""
 
     init_info_cls = GroupInit
     update_info_cls = Announced
@@ -281,7 +262,7 @@ class Broadcast(Reload):
 
 
 def plain(name: str) -> str:
-    """Name of a weight without the wrapper that vLLM puts around layers if it samples with adapters."""
+    """Name of a weight without vLLM's wrapper around adapted layers."""
     return name.replace(".base_layer.", ".")
 
 

@@ -52,7 +52,7 @@ SleepLevel = Literal[0, 1, 2]
 TransferBackend = Literal["nccl", "gloo"]
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "int8_per_channel_weight_only")
-"""Quantizations that vLLM can compute from full weights. All other quantizations need a quantized checkpoint."""
+"""Quantizations that vLLM can compute from full weights. All others need a quantized checkpoint."""
 
 OF_MODE: dict[str, tuple[str, ...]] = {
     "colocate": (
@@ -64,8 +64,7 @@ OF_MODE: dict[str, tuple[str, ...]] = {
         *("weight_transfer_backend", "group_port", "lora_folder"),
     ),
 }
-"""For each mode, the settings that apply only to this mode. In mode `server`, flags of `vllm serve` replace the
-settings of `colocate`."""
+"""For each mode, the settings that apply only to this mode."""
 
 
 class Backend(Protocol):
@@ -83,25 +82,14 @@ class Backend(Protocol):
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each when it ends. If vLLM loses weights, some are missing."""
+        """Sample one completion per request, and yield each when it ends; fewer if vLLM loses weights."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens as vLLM does when it looks for stop strings."""
+        """Decode tokens as vLLM does for stop strings."""
 
 
 class Batch:
-    """The completions of one call of `generate`, as they arrive.
-
-    Args:
-        prompts: N prompts.
-        part: Indices of the completions to sample, among the G of each prompt.
-        sampling: Sampling settings.
-        progress: Called with the decoding progress.
-        on_group: Called with each complete group.
-        vision: The images of the prompts.
-        limits: For each prompt, the maximum number of tokens per completion. None uses `sampling.max_completion_length`
-            for all prompts.
-    """
+    """The completions of one call of `generate`, as they arrive. For the arguments, see `RolloutEngine.generate`."""
 
     def __init__(
         self,
@@ -117,7 +105,7 @@ class Batch:
         self.limits = [sampling.max_completion_length] * len(prompts) if limits is None else list(limits)
         """For each prompt, the maximum number of tokens per completion."""
         self.images: list[images.PromptImages | None] | None = None
-        """The images of the N prompts; None before they are read, and without images."""
+        """The images of the N prompts; None before they are read."""
         self.prompts, self.part, self.sampling = prompts, part, sampling
         self.progress, self.on_group = progress, on_group
         self.completions: list[Completion | None] = [None] * (len(prompts) * len(part))
@@ -134,13 +122,13 @@ class Batch:
             self.on_group(number, group)
 
     def report(self, steps: int) -> None:
-        """Report `steps` decoding steps as progress or, if `steps` is 0, the mean number of tokens per completion."""
+        """Report progress: `steps` or, if that is 0, the mean number of tokens per completion."""
         if self.progress is not None:
             longest = self.sampling.max_completion_length
             self.progress(min(steps or self.num_tokens // len(self.completions), longest), longest)
 
     def group(self, number: int) -> list[Completion]:
-        """The completions of a prompt, or an empty list if a completion is missing."""
+        """The completions of a prompt; empty if one is missing."""
         first = number * len(self.part)
         found = [each for each in self.completions[first : first + len(self.part)] if each is not None]
         return found if len(found) == len(self.part) else []
@@ -166,7 +154,7 @@ def are_urls(values: list[str]) -> bool:
 
 
 def check_addresses(urls: list[str], group_port: int) -> None:
-    """Refuse servers that are named twice, and more servers than there are ports. Raises: ValueError."""
+    """Check for servers that are named twice, and for enough ports. Raises: ValueError."""
     if twice := [url for url in dict.fromkeys(urls) if urls.count(url) > 1]:
         raise ValueError(f"engine: the server {twice[0]} is named twice: name each server once.")
     if group_port + len(urls) > 2**16:
@@ -176,51 +164,45 @@ def check_addresses(urls: list[str], group_port: int) -> None:
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM.
 
-    Before each rollout, the policy's full weights are sent to vLLM, one decoder layer at a time. Sharded weights are
-    gathered, and adapters are merged out of place (W + s B A). With `enable_lora`, only the adapter is sent before each
-    rollout, and nothing is merged. A mixture of experts is not supported if one parameter holds all experts of a layer.
-    vLLM itself processes images. The resulting token ids are compared with those of the policy's processor.
+    Before each rollout, the policy's full weights are sent to vLLM, one decoder layer at a time. Adapters are merged
+    out of place (W + s B A). A mixture of experts is not supported if one parameter holds all experts of a layer.
 
     Args:
-        mode: "colocate" runs vLLM in the training process, on the same device. If `tensor_parallel_size` is 1, every
-            rank has a separate vLLM. "server" uses an external `vllm serve`.
+        mode: "colocate" runs vLLM in the training process, on the same device. "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory that vLLM uses for its copy of the weights and for its KV
             cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
-            smaller number lets vLLM start with less memory.
+            smaller number needs less memory.
         max_num_seqs: Maximum completions decoded at the same time.
-        enable_prefix_caching: True computes a prompt once for all its completions, and a common beginning of several
-            prompts once for all these prompts.
+        enable_prefix_caching: True computes a prompt, or a common beginning of several prompts, only once.
         enforce_eager: True captures no CUDA graphs, so vLLM starts faster and needs less memory, but decodes more
             slowly.
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
-            lower limit lets vLLM start with less memory.
-        tensor_parallel_size: Number of consecutive ranks that share one vLLM. The weights and the KV cache of this vLLM
-            are divided between these ranks, and the ranks sample their prompts together. This number must divide the
-            number of ranks.
+            lower limit needs less memory.
+        tensor_parallel_size: Number of consecutive ranks that share one vLLM, and divide its weights and KV cache. It
+            must divide the number of ranks.
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps the weights and the KV cache. 1
             moves vLLM's weights to the CPU and discards the KV cache. 2 discards both, so that the weights are sent
-            before every rollout, even if they have not changed.
-        quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. The
-            quantized weights are computed again at every update. With quantization, completions come from a different
-            distribution than the policy's, so set `objective.rollout_correction`.
-        enable_lora: True sends the base weights once, and sends A and B of the policy's adapter before each rollout.
-            vLLM then keeps the adapter separate from the base weights. False sends merged weights.
-        base_url: Address of the server, or a list of addresses of several servers. Do not set `host` or `port` as well.
+            before every rollout.
+        quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. With
+            quantization, completions come from a different distribution than the policy's, so set
+            `objective.rollout_correction`.
+        enable_lora: True sends the base weights once, and only the policy's adapter before each rollout. False sends
+            merged weights.
+        base_url: Address of the server, or a list for several servers. Do not set `host` or `port` as well.
         host: Name or address of the server's machine, or a list for several servers.
         port: Port of the server, or a list of ports.
-        timeout: Time limit in seconds for a call to the server, including the time that a completion waits in the
-            server's queue.
-        max_retries: Number of times that a request or a weight update is repeated after a temporary failure. Examples
-            are a broken connection, a failure of the server (5xx), and an answer that does not arrive in time.
-        reconnect_timeout: Seconds that a run waits for a server to come back if all servers have died.
+        timeout: Time limit in seconds for a call to the server, including the time in the server's queue.
+        max_retries: Number of times that a request or a weight update is repeated after a temporary failure, such as a
+            broken connection or a late answer.
+        reconnect_timeout: Seconds that a run waits for a server if all servers have died.
         weight_transfer_backend: How weights are sent to the server: "nccl" between GPUs, "gloo" over TCP. With "gloo",
             this package must be installed in the server's environment.
-        group_port: Free port of the training machine, through which the workers of the first server join the weight
-            transfer. The workers of the next servers join through the following ports.
-        lora_folder: Folder for adapters (`enable_lora`). The trainer and the server must see this folder under the same
-            path. With null, it is a temporary folder of this machine.
+        group_port: Free port of the training machine for the weight transfer to the first server. The next servers use
+            the following ports.
+        lora_folder: Folder for adapters (`enable_lora`), which the trainer and the server must see under the same path;
+            null for a temporary folder of this machine.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -301,20 +283,18 @@ class VLLMEngine(RolloutEngine):
         self._check_mode()
         check_addresses(self.urls, group_port)
         self.group = ranks.Teams(tensor_parallel_size)
-        """The ranks of a tensor-parallel group. Unlike the ranks of a `ranks_per_group` team, the ranks of this group
-        have different prompts."""
+        """The ranks of a tensor-parallel group, which have different prompts."""
         self.backend: Backend | None = None
         self.syncing_thread: int | None = None
         """Thread of the last call of `sync_weights`."""
         self.sent: dict[weights.Kind, dict[str, int]] | None = None
-        """Checksums of the weights that vLLM has, by kind; None before the first update and after a failed update."""
+        """Checksums of the weights that vLLM has, by kind; None before the first and after a failed update."""
         self.is_discarded = False
-        """True if vLLM has discarded weights that it had (`sleep_level: 2`)."""
+        """True if vLLM has discarded its weights (`sleep_level: 2`)."""
         self.is_held = False
         """True inside the context `hold_weights`."""
         self.known_images: images.KnownImages = {}
-        """Cache of the images that were read inside the context `hold_weights`. They are kept because each turn of a
-        conversation shows the images of earlier turns again. The cache is empty outside of the context."""
+        """Images read inside `hold_weights`. Each turn of a conversation shows the images of earlier turns again."""
         self.updates: dict[weights.Kind, int] = {}
         """Number of the last update of each kind."""
         self.num_updates = 0
@@ -322,10 +302,10 @@ class VLLMEngine(RolloutEngine):
         """The result of the last update, which the other ranks adopt."""
         self.decodes_alike: bool | None = None
         self.processor: Any = None
-        """The processor of a multimodal policy; None before `check_run`, and for text-only policies."""
+        """The processor of a multimodal policy; None before `check_run`."""
 
     def _check_mode(self) -> None:
-        """Refuse settings of the other mode, which would have no effect. Raises: ValueError."""
+        """Refuse settings of the other mode. Raises: ValueError."""
         defaults = inspect.signature(VLLMEngine).parameters
         changed = {
             name for names in OF_MODE.values() for name in names if getattr(self, name) != defaults[name].default
@@ -351,12 +331,12 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def samples_in_background(self) -> bool:
-        """True if `generate` can be called in another thread while the policy trains (`model.max_staleness`)."""
+        """True if `generate` can run in another thread while the policy trains (`model.max_staleness`)."""
         return self.mode == "server"
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The `max_model_len` of vLLM. Before vLLM is connected, this is the engine's setting, which may be None."""
+        """The `max_model_len` of vLLM; before vLLM is connected, the engine's setting."""
         return self.max_model_len if self.backend is None else self.backend.max_model_len
 
     @property
@@ -379,17 +359,10 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         """Before the policy's weights are loaded, check that vLLM can sample in this run.
 
-        Args:
-            policy: Settings of the policy.
-            sampling: Sampling settings of training and validation.
-            sharding: How the weights will be sharded over the ranks.
-            world_size: Number of processes of the run.
-
         Raises:
             ModuleNotFoundError: If vLLM is needed in this process and not installed.
             ServerError: If no server answers.
-            ValueError: If vLLM is too old, or does not support the policy, the sampling settings, the strategy or the
-                device.
+            ValueError: If vLLM is too old, or does not support the policy or a setting of the run.
         """
         config = policy.load_config()
         self.check_supported(policy, config)
@@ -419,12 +392,7 @@ class VLLMEngine(RolloutEngine):
         self.check_limit(config, sampling, limit)
 
     def check_limit(self, config: PretrainedConfig, sampling: Sequence[SamplingParams], limit: int | None) -> None:
-        """Check that completions fit vLLM's `max_model_len`, and that `max_model_len` fits the policy's positions.
-
-        Args:
-            config: The policy's config.
-            sampling: Sampling settings of training and validation.
-            limit: vLLM's `max_model_len`; None if the policy's number of positions is the limit.
+        """Check that completions fit vLLM's `max_model_len`, and that it fits the policy's positions.
 
         Raises:
             ValueError: If `max_model_len` exceeds the positions, or a completion is too long.
@@ -482,7 +450,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """In mode "colocate", start vLLM. In mode "server", connect to the servers, if `check_run` has not done this.
+        """Start vLLM, or connect to the servers if `check_run` has not.
 
         Raises:
             ValueError: If the policy is not supported.
@@ -491,8 +459,8 @@ class VLLMEngine(RolloutEngine):
         if self.enable_lora:
             weights.check_adapter(policy)
         self.policy, self.tokenizer, self.sharding = policy, tokenizer, sharding
-        # The lock is held while completions are sampled, and while weights are sent, so that the two never happen at
-        # the same time. The lock is created here, so that an engine that is not connected can be pickled.
+        # The lock is held while completions are sampled, and while weights are sent. It is created here, so that an
+        # engine that is not connected can be pickled.
         self.lock = threading.RLock()
         self.stop_ids = stop_ids(policy, tokenizer)
         if not self.stop_ids:
@@ -511,19 +479,11 @@ class VLLMEngine(RolloutEngine):
         self.sent, self.is_discarded = None, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VLLMEngine:
-        """The engine itself, because a copy of the module (as in `WeightAveraging`) samples with the same vLLM."""
+        """The engine itself, because a copy of the module samples with the same vLLM."""
         return self
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """Make the `Servers`, and check them.
-
-        Args:
-            policy: Name of the policy; None if it is in memory.
-
-        Raises:
-            ServerError: As in `Served.check`.
-            ValueError: As in `Served.check`.
-        """
+        """Make and check the `Servers` of a policy with this name. Raises: the errors of `Served.check`."""
         found = Servers(
             self.urls,
             self.timeout,
@@ -566,14 +526,11 @@ class VLLMEngine(RolloutEngine):
     def sync_weights(self, policy: nn.Module) -> None:
         """Send the policy's weights to vLLM, if they have changed since the last call.
 
-        Collective: every rank must call it. Sharded weights are gathered one decoder layer at a time. In mode
-        "colocate", every rank passes the weights to its own vLLM. In mode "server", rank 0 sends the weights to all
-        servers. The other ranks wait, so that no rank samples meanwhile. If another thread of this process is sampling,
-        the call waits until this sampling has ended.
+        Collective: every rank must call it. In mode "server", rank 0 sends the weights to all servers, and the other
+        ranks wait. If another thread of this process is sampling, the call waits for its end.
 
         Raises:
-            RuntimeError: If another rank fails to send the weights to vLLM. If this rank fails, the original error is
-                raised.
+            RuntimeError: If another rank fails. If this rank fails, the original error is raised.
         """
         with self.lock:
             self.policy = policy  # not always that of `connect`: several modules may share the engine
@@ -593,17 +550,7 @@ class VLLMEngine(RolloutEngine):
             self.sent = sent
 
     def _send(self, policy: nn.Module, kinds: Sequence[weights.Kind]) -> None:
-        """Send the policy's weights of the given kinds to vLLM.
-
-        If this fails temporarily, all weights of these kinds are sent again. Collective: all ranks call it.
-
-        Args:
-            policy: The policy.
-            kinds: The kinds of weights to send, for example "base" and "adapter".
-
-        Raises:
-            RuntimeError: As in `sync_weights`.
-        """
+        """Send weights of the given kinds to vLLM, and repeat this after a temporary failure. Collective."""
         for failures in itertools.count(1):
             if all(self._adopt_if_sent(self._update(policy, kind), failures) for kind in self._with_base(kinds)):
                 return
@@ -613,11 +560,7 @@ class VLLMEngine(RolloutEngine):
     def _with_base(self, kinds: Sequence[weights.Kind]) -> Sequence[weights.Kind]:
         """Add "base" to the kinds to send, if "adapter" is one of them and a server has lost the base weights.
 
-        Collective: all ranks call it.
-
-        Raises:
-            RuntimeError: If no server answers for `reconnect_timeout` seconds. Rank 0 raises the original error
-                instead, which may have another type.
+        Collective. Raises: RuntimeError if no server answers. Rank 0 raises the original error.
         """
         if "adapter" not in kinds or "base" in kinds or self.mode == "colocate":
             return kinds
@@ -634,21 +577,9 @@ class VLLMEngine(RolloutEngine):
         return ("base", *kinds) if lacks else kinds
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
-        """Exchange the errors that ranks had while they sent weights; if there are none, adopt the update's result.
+        """Exchange the errors of all ranks, and adopt the update's result if there are none. Collective.
 
-        Collective: all ranks call it.
-
-        Args:
-            error: The error of this rank, or None.
-            failures: Number of attempts to send the weights, including the current one. All earlier attempts have
-                failed. The number is used only if the current attempt has failed too.
-
-        Returns:
-            True if the weights have been sent; False if they have to be sent again.
-
-        Raises:
-            RuntimeError: If another rank has an error that is not temporary. If this rank has such an error, that
-                error is raised.
+        Returns: False if the weights have to be sent again. Raises: an error that is not temporary, on every rank.
         """
         is_temporary = isinstance(error, UnavailableError) and failures <= self.max_retries
         everyone = ranks.gather_objects((error_text(error), is_temporary, self.announced))
@@ -665,7 +596,7 @@ class VLLMEngine(RolloutEngine):
         return False
 
     def _update(self, policy: nn.Module, kind: weights.Kind) -> Exception | None:
-        """Gather weights on every rank, and send them. Returns: the error that sending raised, or None."""
+        """Gather weights on every rank, and send them. Returns: the error of sending, or None."""
         assert self.backend is not None
         gathered = weights.gathered_groups(policy, self.sharding, kind)
         error = None
@@ -684,9 +615,8 @@ class VLLMEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def hold_weights(self) -> Iterator[None]:
-        """Context manager for all calls of `generate` in one rollout. In conversations, each turn needs one call.
+        """Context for all calls of `generate` in one rollout, so that all turns are sampled from the same weights.
 
-        An update from another thread waits until the context ends, so that all turns are sampled from the same weights.
         vLLM is put to sleep at the end of the context, not after each call.
         """
         with self.lock:
@@ -715,25 +645,20 @@ class VLLMEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """For every prompt, sample G completions, or only those in `part` (see `RolloutEngine.generate`).
 
-        `on_group` and `progress` are called in the thread of the caller. The random numbers of a completion do not
-        depend on the other prompts of the batch, nor on the server. The last bits of the completion's logits can still
-        depend on the size of the batch, because vLLM's kernels round differently in batches of another size. `turns` is
-        not needed, because vLLM's prefix cache keeps the states of conversations.
+        The random numbers of a completion do not depend on the other prompts of the batch, nor on the server. The last
+        bits of its logits can still depend on the size of the batch. `turns` is not used, because vLLM's prefix cache
+        keeps the states of conversations.
 
-        In the thread that has called `sync_weights`, the call of `generate` is collective. If one rank has an error,
-        all ranks raise an error. Completions are missing if no server has the weights any more. In this case, all ranks
-        take part in sending the weights again, and the missing completions are then sampled. A call in another thread
-        raises errors on its own rank only, and sends no weights, because training can change the weights at the same
-        time.
+        In the thread that has called `sync_weights`, the call is collective. If no server has the weights any more, all
+        ranks send the weights again. A call in another thread raises errors on its own rank only, and sends no weights,
+        because training can change them.
 
-        If vLLM has discarded its weights (mode "colocate" with `sleep_level: 2`), `generate` sends the policy's weights
-        before it samples.
+        If vLLM has discarded its weights (`sleep_level: 2`), the policy's weights are sent first.
 
         Raises:
-            ValueError: If a prompt is too long for vLLM or has too many images, or the sampling settings are not
-                supported.
-            RuntimeError: If vLLM fails; if vLLM and the policy's processor compute different token ids for a prompt
-                with images; or if the call is collective and another rank has an error.
+            ValueError: If a prompt is too long or has too many images, or the sampling settings are not supported.
+            RuntimeError: If vLLM fails, if it computes other token ids than the policy's processor for a prompt with
+                images, or if another rank has an error.
         """
         if self.is_discarded:
             self.sync_weights(self.policy)
@@ -795,7 +720,7 @@ class VLLMEngine(RolloutEngine):
             raise own
 
     def requests(self, batch: Batch, seeds: list[int]) -> dict[int, Request]:
-        """Check a batch, and make the requests for its completions, by the index of the completion.
+        """Check a batch, and make its requests, by the index of the completion.
 
         Raises:
             ValueError: As in `generate`.
@@ -813,25 +738,17 @@ class VLLMEngine(RolloutEngine):
         return dict(enumerate(requests_of(prompts, seeds, batch.part, settings, batch.images, batch.limits)))
 
     def _add(self, batch: Batch, index: int, request: Request, answer: Answer) -> None:
-        """Add a completion to a batch. Raises: RuntimeError if vLLM has computed other ids for a prompt with images."""
+        """Add a completion. Raises: RuntimeError if vLLM has computed other ids for a prompt with images."""
         if request.images is not None:
             images.check_prompt_ids(request.images, request.prompt_ids, answer.prompt_ids, self.image_remedy)
         version = self.num_updates if self.enable_lora else answer.weight_version or self.num_updates
         batch.add(index, completion_of(replace(answer, weight_version=version), batch.sampling, self.tokenizer))
 
     def _answers(self, requests: dict[int, Request], error: Exception | None) -> Iterator[Arrivals]:
-        """Sample the completions of this rank's requests.
+        """Sample the completions of this rank's requests. Collective over the tensor-parallel group.
 
-        Collective: every rank of the tensor-parallel group must call it. Each rank passes the requests of all ranks of
-        the group to vLLM, in the same order. Each rank keeps only the answers to its own requests.
-
-        Args:
-            requests: This rank's requests.
-            error: The problem with this rank's requests, or None. If any rank has a problem, the group samples nothing.
-
-        Raises:
-            Exception: The error of this rank.
-            RuntimeError: If another rank of the group has an error.
+        Each rank passes the requests of all ranks of the group to vLLM, in the same order. If a rank has an `error`,
+        every rank raises, and nothing is sampled.
         """
         assert self.backend is not None
         members = self.group.broadcast(self.group.gather((requests, error_text(error))))
@@ -846,19 +763,16 @@ class VLLMEngine(RolloutEngine):
             yield Arrivals(done, [(index, answer) for member, index, answer in found if member == self.group.member])
 
     def _sleep(self) -> None:
-        """Free vLLM's memory for training, until the next call of `sync_weights` or `generate`."""
+        """Free vLLM's memory until the next call of `sync_weights` or `generate`."""
         if isinstance(self.backend, colocate.Colocated):
             self.backend.sleep(self.sleep_level)
         if self.sleep_level == 2 and self.sent is not None:
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and the number of missing completions with the other ranks.
+        """Exchange errors with the other ranks. Returns: the number of missing completions on all ranks.
 
-        If `generate` is collective, this method is collective too.
-
-        Returns:
-            Number of missing completions on all ranks.
+        The call is collective if `generate` is.
 
         Raises:
             Exception: The error of this rank.
@@ -889,7 +803,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def image_remedy(self) -> str:
-        """Advice for the error that vLLM and the policy's processor resize images to different sizes."""
+        """Advice if vLLM and the policy's processor resize images to different sizes."""
         if self.mode == "colocate" or self.processor is None:
             return "Use a processor that AutoProcessor loads unchanged from its files, or use LocalEngine."
         return (
@@ -912,12 +826,10 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens to the same text as the policy's tokenizer.
-
-        If the texts differed, vLLM would miss stop strings.
+        """Check that vLLM decodes tokens like the policy's tokenizer, because it would otherwise miss stop strings.
 
         Raises:
-            ValueError: If the texts differ.
+            ValueError: If it does not.
         """
         assert self.backend is not None
         if self.decodes_alike is None:
@@ -934,9 +846,6 @@ class VLLMEngine(RolloutEngine):
         """Check that vLLM's log-probs equal those of training, on a small rollout.
 
         See `rollout/vllm/logprob_check.py`. Collective: every rank must call it.
-
-        Args:
-            scorer: Computes the policy's log-probs in training.
 
         Raises:
             ValueError: If the log-probs differ by more than rounding.

@@ -1,7 +1,7 @@
 """Convert the policy's full weights to the form that vLLM loads, with checkpoint names and merged LoRA adapters.
 
-One decoder layer at a time, sharded weights are gathered, and adapters are merged out of place. The policy itself never
-changes, and no second copy of all weights exists.
+Sharded weights are gathered, and adapters are merged out of place, one decoder layer at a time. So no second copy of
+all weights exists. Start with `weight_groups`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["merged", "base", "adapter"]
 """The kind of weights that is sent: "merged" for full weights W + s B A, "base" for W, "adapter" for A and B."""
 
 PART = 2**22
-"""How many numbers are hashed at once. This limits memory, because each number needs 16 bytes while it is hashed."""
+"""How many numbers are hashed at once, with 16 bytes of memory each."""
 
 LAYER = re.compile(r"\.(\d+)\.")
 """The number of a decoder layer in the name of a weight."""
@@ -47,11 +47,6 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
     """Gather the policy's full weights, one decoder layer at a time, and the rest (embeddings, norm, head) last.
 
     Collective: all ranks must iterate to the end.
-
-    Args:
-        policy: The policy.
-        sharding: How the policy's weights are sharded over the ranks.
-        kind: The kind of weights to gather.
     """
     sharding.reshard(policy)
     adapter = trained_adapter(policy) if is_adapted(policy) else None
@@ -72,11 +67,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
 def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
     """Iterate over the policy's full weights in the form that vLLM loads, one group of modules at a time.
 
-    Args:
-        policy: The policy. The weight of an adapted layer is W + s B A, or W if the weights were gathered for the kind
-            "base".
-        gathered: Result of `gathered_groups`. If it is None, this function gathers the weights for the kind "merged".
-            In this case, the policy must be unsharded.
+    If `gathered` is None, the weights of an unsharded policy are merged.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -92,11 +83,7 @@ def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None)
 def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str, Tensor]:
     """The LoRA matrices A and s B of all adapted layers, as CPU tensors under the names that peft gives them.
 
-    s is LoRA's scale. vLLM gets s B in place of B, and therefore uses the scale 1.
-
-    Args:
-        policy: Model with adapters.
-        gathered: Result of `gathered_groups` for the kind "adapter".
+    s is LoRA's scale. vLLM gets s B in place of B, and uses the scale 1.
     """
     adapter = trained_adapter(policy)
     weights = {}
@@ -110,7 +97,7 @@ def adapter_weights(policy: nn.Module, gathered: Iterable[Gathered]) -> dict[str
 
 
 def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over (name, module) for all modules of the base that hold weights; an adapted layer is one module."""
+    """Iterate over the modules of the base that hold weights; an adapted layer is one module."""
     inside: str | None = None
     for name, module in base_model(policy).named_modules():
         if inside is not None and name.startswith(inside):
@@ -123,7 +110,7 @@ def _holders(policy: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _weights_to_send(module: Any, adapter: str | None, kind: Kind) -> Iterator[Tensor]:
-    """Iterate over the parameters of one module that must be gathered to send the module."""
+    """Iterate over the parameters of one module that must be gathered."""
     if is_adapter_layer(module):
         if kind != "adapter":
             yield from module.get_base_layer().parameters()
@@ -167,14 +154,7 @@ def _weights(
 
 
 def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[int, Tensor]) -> Tensor:
-    """The merged weight of an adapted layer, out of place: W + s B A in float32, rounded once to the dtype of W.
-
-    Args:
-        weight: W, the full weight of the base.
-        layer: peft's layer. Its adapter has the weights A, B and the scale s (alpha / rank).
-        adapter: Name of the adapter.
-        values: Full values of A and B, by the id of the parameter.
-    """
+    """The merged weight W + s B A (s = alpha / rank), out of place, in float32, rounded once to the dtype of W."""
     A, B = (values[id(factor)] for factor in _factors(layer, adapter))
     with torch.autocast(weight.device.type, enabled=False):
         delta = layer.scaling[adapter] * (B.float() @ A.float())
@@ -187,9 +167,7 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
     """Compute one hash per dtype over this rank's shards of the parameters that one kind of weights depends on.
 
-    The kind "adapter" depends on A and B of the trained adapter, the kind "base" depends on all other parameters, and
-    the kind "merged" depends on all parameters. If none of the hashed parameters has changed, each rank gets the same
-    hashes as in its previous call for this kind. The call is not collective.
+    The hashes change only if one of these parameters changes. The call is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
@@ -203,9 +181,8 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
 def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Compute one hash per dtype, over the bits of all tensors of this dtype.
 
-    The bits of each number are multiplied by a factor that depends on the number's position, and the products are
-    summed. Without factors, small changes of several numbers could cancel each other in the sum, for example after an
-    optimizer step in 16 bits.
+    The bits of each number are multiplied by a factor that depends on its position, and summed. Without factors, small
+    changes of several numbers could cancel each other.
     """
     found: dict[str, int] = {}
     by_device: dict[torch.device, Tensor] = {}
@@ -235,8 +212,8 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For mixtures of experts in which one parameter holds all experts of a layer; for quantized weights;
-            and for adapters that cannot be merged as W + s B A.
+        ValueError: For experts in one parameter per layer, for quantized weights, and for adapters that cannot be
+            merged as W + s B A.
     """
     model = base_model(policy)
     kind = model.config.model_type
@@ -267,8 +244,8 @@ def check_adapter(policy: Any) -> None:
     """Check that vLLM can load the policy's adapter as an adapter, next to the base weights.
 
     Raises:
-        ValueError: If there is no adapter.
-        ValueError: If the adapter trains complete modules (`modules_to_save`), or changes the embeddings or the head.
+        ValueError: If there is no adapter, or it trains complete modules (`modules_to_save`), the embeddings or the
+            head.
     """
     if not is_adapted(policy):
         raise ValueError("engine.enable_lora is true, and the policy has no adapters: set policy.lora, or remove it.")
