@@ -1,4 +1,4 @@
-"""Find rewards by short name, both the built-in rewards and those that installed packages register.
+"""Find rewards by short name, built in or registered by installed packages.
 
 A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 
@@ -67,11 +67,11 @@ SHIPPED: dict[str, type] = {
     "weighted_sum": WeightedSum,
     "yes_no": YesNo,
 }
-"""The built-in rewards by name. They are not registered as entry points."""
+"""The built-in rewards by name."""
 
 
 class Plugin(WeightedReward):
-    """A reward that is given by its short name. It is built in, or an installed package registers it.
+    """A reward that is given by its short name, from this package or an installed one.
 
     Args:
         name: The short name, one of `available()`.
@@ -98,7 +98,7 @@ class Plugin(WeightedReward):
 
 
 def available() -> dict[str, str]:
-    """The short names of all rewards, each with the package that registers it.
+    """The short names of all rewards, each with its package.
 
     Raises:
         ValueError: If two packages register the same name.
@@ -138,7 +138,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
 
 
 def _installed_entry_points() -> Mapping[str, EntryPoint]:
-    """The entry points of all installed packages by name. Raises: ValueError if a name is registered twice."""
+    """The entry points of all installed packages by name."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         if point.name in SHIPPED or point.name in found:
@@ -152,7 +152,7 @@ def _installed_entry_points() -> Mapping[str, EntryPoint]:
 
 
 def _load(point: EntryPoint) -> Any:
-    """Load an entry point. Raises: ImportError if it fails to load."""
+    """Load an entry point."""
     try:
         return point.load()
     except Exception as error:
@@ -163,7 +163,7 @@ def _load(point: EntryPoint) -> Any:
 
 
 def _package(point: EntryPoint) -> str:
-    """The name of the package that registers an entry point."""
+    """The name of an entry point's package."""
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
