@@ -132,7 +132,6 @@ class EnvironmentCalls:
         return self._outcome(environment, method, await value)
 
     def _outcome(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
-        """Check and cut the value."""
         if method == "reset":
             messages_of(value, "user")
             return environment, self._cut(value)

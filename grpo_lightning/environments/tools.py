@@ -341,7 +341,6 @@ def _block_of(match: re.Match[str]) -> str:
 
 
 def _marked_calls(block: str, names: Mapping[str, Any], style: ToolFormat) -> Iterator[ToolCall]:
-    """The calls between two markers."""
     return (call for call, _ in _calls_in(block, names, style, is_marked=True))
 
 
@@ -385,7 +384,6 @@ def _xml_calls(text: str, names: Mapping[str, Any]) -> tuple[list[ToolCall], str
 
 
 def _xml_arguments(text: str, tool: Callable[..., Any] | None) -> dict[str, Any]:
-    """The arguments of a call in XML."""
     hints = {} if tool is None else hints_of(tool)
     values = {name: value.removeprefix("\n").removesuffix("\n") for name, value in _PARAMETER.findall(text)}
     return {
@@ -666,7 +664,6 @@ def _index(path: str, version: tuple[int, int]) -> _Index:
 
 
 def _read_texts(path: str) -> Iterator[str]:
-    """Read the texts of a file."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

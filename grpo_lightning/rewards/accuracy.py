@@ -178,7 +178,6 @@ class Accuracy(AnswerReward):
         return compare(readable(gold), readable(answer) if len(answer) <= limit else "", self.timeout_seconds)
 
     def _answer(self, text: str, finish_reason: str) -> str:
-        """Extract the answer of a completion."""
         tagged, final = between_answer_tags(text), after_reasoning(text)
         boxed = in_box(tagged if tagged is not None else final if final.strip() else text)
         answer = boxed if boxed is not None else tagged
@@ -386,8 +385,7 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 def joins_answers(part: str) -> bool:
     r"""Whether a part of a text has a set operation that joins answers, as in `(1, 2) \cup 4`.
 
-    An operation joins no answers if the part has no number. An operation in brackets or bars on the left side of an
-    equation joins none either, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
+    An operation in brackets or bars on the left side of an equation joins no answers, as in `P(A \cup B) = 0.7`.
     """
     if not any(char.isdigit() for char in part):
         return False

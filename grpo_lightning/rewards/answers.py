@@ -86,7 +86,7 @@ def _after_hashes_unless_heading(text: str) -> str | None:
 def in_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`; None if no box is closed.
 
-    The content may contain pairs of braces. `\\boxed{...}` (data that was escaped twice) is accepted too.
+    `\\boxed{...}` (data that was escaped twice) is accepted too.
     """
     opened: list[int | None] = []  # per open brace: where its box's content starts; None if it opens no box
     last: tuple[int, int] | None = None
@@ -375,8 +375,8 @@ def choice(text: str) -> str | None:
 
     1. The letter that is the whole text.
     2. The last letter that is called the answer ("the answer is B").
-    3. The marked letter at the start of the text ("B) because", "A, because I ..."). If other letters have the same
-       mark ("(A) 1 (B) 2"), the result is None.
+    3. The marked letter at the start of the text ("B) because"). If other letters have the same mark ("(A) 1 (B) 2"),
+       the result is None.
     4. The letters that are marked ("(B)") or called an option. If they are different letters, the result is None.
     5. The capital letters, except "I", that are separate words. If they are different letters, or if one of them can be
        the article ("A" before a lowercase word), the result is None.

@@ -220,8 +220,8 @@ class TrainerState:
     """Completed optimizer steps."""
 
     max_steps: int
-    """Optimizer steps of the whole run; -1 if this number is unknown, as before training starts without
-    `trainer.max_steps`."""
+    """Optimizer steps of the whole run; -1 if this number is unknown. Without `trainer.max_steps`, this number is
+    unknown before training starts."""
 
     epoch: float
     """`current_epoch` plus the completed fraction of the current epoch. If the number of steps per epoch is unknown,

@@ -131,7 +131,7 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """A problem with a value; the message follows "column <name>"."""
+    """A problem with a value; its message follows "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:

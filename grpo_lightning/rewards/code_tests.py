@@ -246,7 +246,6 @@ class CodeTests(Reward):
         return Result(value, f"{passed} of {len(tests)} passed{failure}", timed_out)
 
     def _test(self, sandbox: Sandbox, test: Test, codes: Sequence[Mapping[str, Any]], seconds: float) -> Verdict:
-        """Run a test."""
         if isinstance(test, Code):
             ended, outcome, why = sandbox.judge(codes.index(vars(test)), seconds=seconds)
             if outcome in ("passed", "unsupported"):

@@ -77,7 +77,6 @@ class Countdown(Reward):
         self._task(columns.get(self.numbers_column), columns.get(self.target_column))
 
     def _score(self, text: str, numbers: Any, target: Any) -> float | None:
-        """Score one completion."""
         task = self._task(numbers, target)
         if task is None:
             return None

@@ -52,7 +52,6 @@ RUN = ("ok", "exception", "timeout", "crash")
 
 
 def _has_run(turns: Sequence[Any] | None, metrics: Mapping[str, float]) -> bool:
-    """Whether a tool was run."""
     if "calls" in metrics or "used_tools" in metrics:
         return any(metrics.get(f"calls/{outcome}", 0) > 0 for outcome in RUN)
     return any(turn.role == "tool" for turn in turns or ())

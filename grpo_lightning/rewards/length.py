@@ -50,7 +50,6 @@ class Length(Reward):
         return [self._score(len(ids)) for ids in completion_ids]
 
     def _score(self, tokens: int) -> float:
-        """Score a length."""
         beyond = 0 if self.max_tokens is None else tokens - self.max_tokens
         outside = max(self.min_tokens - tokens, beyond, 0)
         return max(0.0, 1 - outside / self.falloff_tokens)

@@ -250,7 +250,6 @@ class LLMJudge(AnswerReward):
             return await self._reply(client, question)
 
     async def _reply(self, client: AsyncOpenAI, question: str) -> str | Exception:
-        """Get one reply, or the error."""
         from openai import OpenAIError
 
         settings: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
@@ -296,7 +295,6 @@ class LLMJudge(AnswerReward):
             log_metric(f"{self.name}/failed", (len(errors) + len(silent)) / len(replies))
 
     def _api_key(self) -> str:
-        """Read the API key."""
         key = os.environ.get(self.api_key_env, "")
         if not key and self.base_url is None and not os.environ.get("OPENAI_BASE_URL"):
             raise ValueError(

@@ -393,7 +393,6 @@ class ByMethod(Reward):
 
 
 def _missing_column(method: str, column: str) -> str:
-    """Format the error for a missing column."""
     return f"The method {method!r} needs the data column {column!r}, which is missing."
 
 

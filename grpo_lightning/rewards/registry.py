@@ -112,10 +112,6 @@ def available() -> dict[str, str]:
 def reward(name: str, /, **init_args: Any) -> RewardLike:
     """Get a reward by its short name.
 
-    Args:
-        name: One of `available()`.
-        init_args: Arguments of the reward, if it is a class.
-
     Raises:
         ValueError: If the name is unknown, if two packages register the name, or if arguments are given for a function.
         ImportError: If the entry point of the reward fails to load.
@@ -152,7 +148,6 @@ def _installed_entry_points() -> Mapping[str, EntryPoint]:
 
 
 def _load(point: EntryPoint) -> Any:
-    """Load an entry point."""
     try:
         return point.load()
     except Exception as error:
@@ -163,12 +158,10 @@ def _load(point: EntryPoint) -> Any:
 
 
 def _package(point: EntryPoint) -> str:
-    """The name of an entry point's package."""
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 def _unknown(name: str, names: list[str]) -> str:
-    """Format the error for an unknown name."""
     close = nearest(name.rpartition(".")[2].lower(), names, n=2)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (

@@ -58,7 +58,6 @@ class ExactMatch(AnswerReward):
         return [self._score(completion, answer, reason) for completion, answer, reason in rows]
 
     def _score(self, completion: Content, answer: Any, finish_reason: str) -> float | None:
-        """Score one completion."""
         gold = self._canonical(gold_answer(answer, self.answer_column))
         if not gold:
             return None
@@ -103,7 +102,6 @@ class Format(Reward):
         return [float(self._matches(completion_text(completion))) for completion in completions]
 
     def _matches(self, text: str) -> bool:
-        """Whether the whole text has the format."""
         rest = text.strip()
         if self.prompt_opens_first:
             rest = f"<{self.tags[0]}>{rest}"
@@ -136,7 +134,6 @@ class ReactFormat(Reward):
         return [float(self._matches(completion_text(completion))) for completion in completions]
 
     def _matches(self, text: str) -> bool:
-        """Whether the text has the format."""
         text = f"<think>{text}" if self.prompt_opens_first else text.lstrip()
         reasoning, closing, rest = text.partition("</think>")
         if not reasoning.startswith("<think>") or "<think>" in reasoning[len("<think>") :] or not closing:
