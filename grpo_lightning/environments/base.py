@@ -1,33 +1,17 @@
 """The environment contract: the methods of a conversation's environment, and their return values.
 
-In a conversation, the policy writes a turn, and an environment answers with an observation. This repeats until the
-environment, or a limit of the run, ends the conversation. Only the tokens that the policy wrote are trained on.
+In a conversation, the policy writes a turn, and an environment answers with an observation. Only the tokens that the
+policy wrote are trained on.
 
-    class GuessTheNumber(Environment):
-        def reset(self, number, **columns):
-            self.number = number
-            return "Guess a number from 0 to 9."
-
-        def step(self, completion):
-            if completion.strip() == str(self.number):
-                return Step(done=True, reward=1.0)
-            return "higher" if completion < str(self.number) else "lower"
-
-Every conversation has a separate environment. For each prompt, the object in `model.environment` is copied, and `reset`
-is called once on this copy, with the data columns of the prompt. The environment after `reset` is then copied for each
-of the G conversations of the group. All G conversations begin in the same state, because GRPO compares completions of
-the same prompt. Then `step` gets the text of each turn of the policy. If a limit of the run (`max_turns`,
-`max_completion_length`) ends the conversation before the environment does, `end` is called to get a last reward.
+For each prompt, the object in `model.environment` is copied, and `reset` is called once on this copy. The environment
+after `reset` is then copied for each of the G conversations, because GRPO compares completions of the same prompt. Then
+`step` gets the text of each turn of the policy. If a limit of the run (`max_turns`, `max_completion_length`) ends the
+conversation before the environment does, `end` is called to get a last reward.
 
 By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
 (`environments/workers.py`). The object is pickled between two calls, so it must hold everything that the environment
-needs later. An environment runs in the training process, without workers, in five cases:
-
-- it cannot be pickled;
-- its class cannot be imported in another process, for example because the class is defined in a notebook;
-- its method `reset`, `step` or `end` is async;
-- its attribute `in_process` is True;
-- `model.reward_workers.num_workers` is 0.
+needs later. An environment runs in the training process if it cannot be pickled, has an async method, or has
+`in_process = True`. So does an environment with a class that another process cannot import (in a notebook).
 """
 
 from __future__ import annotations
@@ -48,9 +32,9 @@ from grpo_lightning.data.images.references import ImageFinder
 Observation = str | Message | Sequence[Message] | None
 """An environment's answer to the policy: text, one message, several messages, or None for nothing.
 
-Text becomes a message whose role is the environment's `observation_role`. The content of a message is text, or a list
-of parts. A part is {"type": "text", "text": ...} or, for a vision-language policy, {"type": "image", "image": ...}. The
-image is a PIL image, a path, the bytes of a file, or a data: URL."""
+Text becomes a message with the role `observation_role`. The content of a message is text, or a list of parts. A part is
+{"type": "text", "text": ...} or, for a vision-language policy, {"type": "image", "image": ...}. The image is a PIL
+image, a path, the bytes of a file, or a data: URL."""
 
 
 MOST_MESSAGES = 256
@@ -65,19 +49,17 @@ class Step:
     """The text or the messages that the policy gets next. If there is no observation, `done` must be True."""
 
     done: bool = False
-    """True if the conversation has ended. The policy then does not get the observation, and the completion does not
-    contain the observation. Logs show the observation, and rewards find it in the argument `turns`."""
+    """True if the conversation has ended. The policy then does not get the observation, but logs and `turns` show
+    it."""
 
     reward: float | None = None
-    """The environment's reward for the turn, or None. It is used by the reward function `EnvironmentReward` and by the
-    setting `model.conversation.turn_credit`."""
+    """The environment's reward for the turn, or None. `EnvironmentReward` and `model.conversation.turn_credit` use
+    it."""
 
     keep: int | None = None
     """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
-    characters, and the tokens after the cut are dropped. This cut is made even if `done` is True, or if a limit ends
-    the conversation. If the cut divides a token, the token's characters before the cut become tokens that are not
-    trained on. With a number, the observation must be text, and this text continues the policy's message after the
-    cut."""
+    characters, and the tokens after the cut are dropped. If the cut divides a token, the token's part before the cut is
+    not trained on. With a number, the observation must be text, and continues the policy's message after the cut."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
@@ -88,14 +70,13 @@ class InvalidStepError(ValueError):
 
 
 class Environment(ABC):
-    """Base class of environments. Any other object with a method `step` is an environment too. `reset` is optional."""
+    """Base class of environments. Any other object with a method `step` is an environment too."""
 
     observation_role: str = "user"
     """In a chat, the role of observations that are text."""
 
     in_process: bool = False
-    """True if the environment must run in the training process, for example because it holds a connection or uses a
-    device."""
+    """True if the environment must run in the training process."""
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:
@@ -106,35 +87,26 @@ class Environment(ABC):
         """Begin a conversation.
 
         Args:
-            args: Nothing is passed here. With `*args` in this signature, type checkers accept subclasses that name
-                columns as arguments.
-            columns: The data columns of the prompt that the signature of `reset` names, or all of them if the signature
-                has `**columns`. The prompt itself is passed like a column, under the name `prompt`.
+            args: Not used; with `*args`, type checkers accept subclasses that name columns.
+            columns: The data columns that the signature of `reset` names, or all of them if it has `**columns`. The
+                prompt is passed as `prompt`.
 
         Returns:
             An `Observation`, which is placed at the end of the prompt; None adds nothing. In a chat, text is appended
-            to the last message if that message is a user message. If the last message has another role, the text
-            becomes a new user message. If the observation consists of messages, these are appended to the chat. If the
-            prompt is plain text, the text of the observation is appended to the prompt, without a separator.
+            to a last user message, or else becomes a new user message. Messages are appended to the chat. If the prompt
+            is plain text, the observation is appended without a separator.
         """
         return None
 
     @abstractmethod
     def step(self, completion: str) -> Any:
-        """Answer a turn of the policy.
-
-        Args:
-            completion: The turn's text.
-
-        Returns:
-            A value that `as_step` accepts.
-        """
+        """Answer a turn of the policy. Returns: a value that `as_step` accepts."""
 
     def end(self) -> Any:
         """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
 
         Returns:
-            A number or None. A number is added to the reward of the last turn.
+            A number, which is added to the reward of the last turn, or None.
         """
         return None
 
@@ -154,13 +126,13 @@ class Environment(ABC):
             problem: The failure in words.
 
         Returns:
-            A value that `as_step` accepts, or None. With None, `model.conversation.on_error` decides what happens.
+            A value that `as_step` accepts. With None, `model.conversation.on_error` decides what happens.
         """
         return None
 
 
 EnvironmentLike = Environment | Callable[..., Any] | list[Callable[..., Any]]
-"""An environment as users pass it (see `adapters.as_environment`)."""
+"""An environment as users pass it (see `swift_and_trl.as_environment`)."""
 
 
 def as_step(value: Any) -> Step:
@@ -200,15 +172,7 @@ def as_step(value: Any) -> Step:
 
 
 def as_reward(value: Any, method: str) -> float | None:
-    """Check and convert a reward.
-
-    Args:
-        value: A finite number, or None.
-        method: The method that returned the value.
-
-    Raises:
-        InvalidStepError: If the value is something else.
-    """
+    """Check and convert a reward. Raises: InvalidStepError if it is neither a finite number nor None."""
     if value is None:
         return None
     if not _is_finite(value) or isinstance(value, bool):
@@ -217,7 +181,7 @@ def as_reward(value: Any, method: str) -> float | None:
 
 
 def _as_metrics(metrics: Any) -> dict[str, float]:
-    """Check and convert the metrics of a step. Raises: InvalidStepError."""
+    """Check and convert the metrics of a step."""
     if not isinstance(metrics, Mapping):
         raise InvalidStepError(f"`step` returned the metrics {metrics!r:.80}: they must be a dict of numbers.")
     for name, value in metrics.items():
@@ -229,7 +193,7 @@ def _as_metrics(metrics: Any) -> dict[str, float]:
 
 
 def _is_finite(value: Any) -> bool:
-    """True for a finite number, including numbers of numpy."""
+    """True for a finite number, also of numpy."""
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
@@ -239,8 +203,7 @@ def _is_finite(value: Any) -> bool:
 def messages_of(observation: Any, role: str) -> list[Message]:
     """Convert an observation to messages. Text becomes a message with this `role`. Raises: InvalidStepError.
 
-    In the result, the content of a message without images is text, and the content of a message with images is a list
-    of parts.
+    Content without images becomes text. Content with images becomes a list of parts.
     """
     if observation is None:
         return []
@@ -260,7 +223,7 @@ def messages_of(observation: Any, role: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | list[Mapping[str, Any]]:
-    """Check the content of a message (text or a list of parts); join parts without images to one text."""
+    """Check the content of a message; join parts without images to one text."""
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, list | tuple) else [content]
@@ -276,7 +239,7 @@ def _content(content: Any) -> str | list[Mapping[str, Any]]:
 
 
 def is_part(value: Any) -> bool:
-    """True for a part of a message's content: {"type": "text", "text": ...} or {"type": "image", "image": ...}."""
+    """True for a part of a message's content, as in `Observation`."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     return (kind == "text" and isinstance(value.get("text"), str)) or (kind == "image" and "image" in value)
 
@@ -288,11 +251,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def with_kept_images(message: Message) -> Message:
-    """Replace the images of a message by copies, because the environment may change an image or its file later.
-
-    Raises:
-        InvalidStepError: If an image cannot be read.
-    """
+    """Copy the images of a message, because the environment may change them later. Raises: InvalidStepError."""
     if isinstance(message["content"], str):
         return message
     find = ImageFinder("an observation")
@@ -317,7 +276,7 @@ def text_of(message: Message) -> str:
 
 
 def without_image_data(message: Message) -> Message:
-    """Reduce the image parts of a message to {"type": "image"}, which is their form in chat templates and prompts."""
+    """Reduce the image parts of a message to {"type": "image"}, their form in chat templates."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -334,7 +293,7 @@ def save_observation(observation: Any) -> str:
 
 
 def load_observation(text: str) -> Any:
-    """Read an observation from what `save_observation` wrote."""
+    """Read what `save_observation` wrote."""
     observation = json.loads(text)
     return observation if observation is None or isinstance(observation, str) else kept_observation(observation)
 

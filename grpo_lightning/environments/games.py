@@ -11,15 +11,14 @@ from grpo_lightning.environments.base import Environment, Step
 class GuessTheNumber(Environment):
     """A game in which the policy guesses a hidden whole number.
 
-    If a guess is wrong and more guesses are left, the observation states whether the hidden number is higher or lower
-    than the guess. The data column `number` holds the hidden number. The last number in a turn is the guess. The reward
-    is 1 if a guess is right, and 0 if all guesses are wrong.
+    The data column `number` holds the hidden number. The last number in a turn is the guess. The reward is 1 for a
+    right guess, and 0 if all guesses are wrong.
 
     Args:
         max_guesses: Maximum number of guesses.
         higher: The observation if the hidden number is higher than the guess.
         lower: The observation if the hidden number is lower than the guess.
-        unreadable: The observation for a turn without a number. Such a turn uses up one guess.
+        unreadable: The observation for a turn without a number, which also counts as a guess.
     """
 
     def __init__(

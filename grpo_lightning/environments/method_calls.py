@@ -27,7 +27,7 @@ METHODS = ("reset", "step", "end")
 
 
 def class_name(environment: Any) -> str:
-    """The class name of an environment, or of the user's object that the environment wraps. It is used in messages."""
+    """The class name of an environment, or of the user's object that it wraps."""
     return type(getattr(environment, "for_rewards", environment)).__name__
 
 
@@ -44,7 +44,7 @@ def copy_environment(environment: Any) -> Any:
 
 
 def pickling_problem(environment: Any) -> str | None:
-    """The reason why an environment cannot be pickled; None if it can be pickled, or is pickled already."""
+    """The reason why an environment cannot be pickled; None if it can be."""
     if isinstance(environment, bytes):
         return None
     try:
@@ -56,13 +56,13 @@ def pickling_problem(environment: Any) -> str | None:
 
 @dataclass
 class EnvironmentCalls:
-    """Calls the methods of an environment. It has the interface of a reward, so the reward workers can run it."""
+    """Calls the methods of an environment, with the interface of a reward, so that reward workers can run it."""
 
     environment: Any
     """The environment that conversations begin with."""
 
     max_characters: int
-    """Each text of an observation is cut to this number of characters, before the observation leaves the worker."""
+    """Each text of an observation is cut to this number of characters in the worker."""
 
     @property
     def name(self) -> str:
@@ -80,20 +80,14 @@ class EnvironmentCalls:
         return bool(getattr(self.environment, "in_process", False)) or self.is_async
 
     def select(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no logging functions, because environments get none."""
+        """Return no logging functions."""
         return {}
 
     def warm_up(self) -> None:
-        """Do nothing, because there is nothing to prepare."""
+        """Do nothing."""
 
     def __call__(self, method: Method, state: bytes | None, arguments: Any) -> tuple[bytes, Any]:
-        """Call a method of an environment in a worker; the environment is passed and returned in pickled form.
-
-        Args:
-            method: As in `call`.
-            state: The pickled environment; None uses a copy of `self.environment`, as at the start of a conversation.
-            arguments: As in `call`.
-        """
+        """Make a `call` in a worker; the environment is passed and returned in pickled form."""
         after, value = self.call(method, None if state is None else pickle.loads(state), arguments)  # noqa: S301 (our own)
         try:
             return pickle.dumps(after), value
@@ -109,12 +103,12 @@ class EnvironmentCalls:
 
         Args:
             method: Name of the method.
-            environment: The environment; None uses a copy of `self.environment`, as at the start of a conversation.
+            environment: The environment; None uses a copy of `self.environment`.
             arguments: The columns for `reset`, (text, finish reason) for `step`, None for `end`, (kind, problem) for
                 `on_failure`.
 
         Returns:
-            The pair (environment after the call, value), or a coroutine that returns this pair.
+            (environment after the call, value), or a coroutine that returns this pair.
         """
         environment = copy_environment(self.environment) if environment is None else environment
         value: Any = None
@@ -138,7 +132,6 @@ class EnvironmentCalls:
         return self._outcome(environment, method, await value)
 
     def _outcome(self, environment: Any, method: Method, value: Any) -> tuple[Any, Any]:
-        """Check and cut the value."""
         if method == "reset":
             messages_of(value, "user")
             return environment, self._cut(value)
@@ -150,10 +143,7 @@ class EnvironmentCalls:
         return environment, replace(step, observation=self._cut(step.observation))
 
     def _cut(self, observation: Any) -> Any:
-        """Cut each text of an observation to `max_characters`, so that no huge text is sent to the training process.
-
-        Images are replaced by copies, because the environment may change an image or its file later.
-        """
+        """Cut each text of an observation to `max_characters`, and copy the images."""
         if observation is None or isinstance(observation, str):
             return observation and observation[: self.max_characters]
         return [change_texts(m, lambda text: text[: self.max_characters]) for m in kept_observation(observation)]

@@ -21,10 +21,9 @@ class MultiTurnFunction(Environment):
     the policy's turn), `finish_reason` ("stop", or "length" for a truncated turn) and `index`, which is always 0. Keys
     that the function sets are kept for the next turns. The function sets `finished` in the dict to True or False, and
     returns the list. To continue the conversation, the function either appends messages, which become the observation,
-    or changes the policy's last message. A changed message must consist of the policy's message, which may be cut off
-    at any point, and of added text. The policy then continues after the added text. If `finished` is True, the function
-    may cut the policy's message off, but must not add text to this message. In this case, messages that the function
-    appends are only logged.
+    or changes the policy's last message. A changed message must be a beginning of the policy's message, followed by
+    added text. The policy then continues after the added text. If `finished` is True, the function must not add text,
+    and appended messages are only logged.
 
     Args:
         function: The function.
@@ -35,10 +34,10 @@ class MultiTurnFunction(Environment):
         self.columns: dict[str, Any] = {}
         self.messages: list[Message] = []
         self.finish_reason: FinishReason = "stop"
-        """Why the policy's turn ended, set before each call of `step`."""
+        """Why the policy's turn ended."""
 
     def reset(self, prompt: Any, **columns: Any) -> None:
-        """Store the prompt and the columns, which `step` passes to the function."""
+        """Store the prompt and the columns."""
         self.columns = {"index": 0, **columns}
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
@@ -86,19 +85,18 @@ class MultiTurnFunction(Environment):
 
 
 _SHARED = ("factory", "object")
-"""Attributes of a `ToolObject` that `__deepcopy__` handles separately: copies share the factory, but not the object."""
+"""Attributes of a `ToolObject` that `__deepcopy__` handles separately."""
 
 
 class ToolObject(Tools):
-    """An environment written for TRL (`environment_factory`). It is an object, and its public methods are the tools.
+    """An environment written for TRL (`environment_factory`): an object with public methods, which are the tools.
 
-    If the object has a method `reset`, this method gets the data columns that its signature names, and can return the
-    first observation. If the object has a method `get_reward`, this method gives the reward at the end of every
-    conversation. All methods can be async.
+    A method `reset` gets the data columns that its signature names, and can return the first observation. A method
+    `get_reward` gives the reward at the end of every conversation. All methods can be async.
 
     `reset` is called once per prompt, and the G conversations of the prompt begin with copies of the object. An object
-    that cannot be pickled (for example because it has a lock or a client) runs in the training process. If the object
-    cannot be copied either, the factory makes one object per conversation, and `reset` is called on each object.
+    that cannot be pickled runs in the training process. If the object cannot be copied either, the factory makes one
+    object per conversation, and `reset` is called on each.
 
     Args:
         factory: Class, or function without arguments, that makes the object.
@@ -120,21 +118,20 @@ class ToolObject(Tools):
         self.is_new = True
         """True until `reset` or `step` is called."""
         self.columns: dict[str, Any] | None = None
-        """The arguments of `reset`; None before `reset` is called and after unpickling. (In workers, the environment is
-        unpickled for every call.)"""
+        """The arguments of `reset`; None before `reset` is called and after unpickling."""
         self.first: Any = None
         """The observation that `reset` returned."""
         super().__init__(methods, format, max_calls)
 
     def _methods(self) -> list[Callable[..., Any]]:
-        """The public methods, apart from `reset` and `get_reward`. Properties are not read."""
+        """The public methods, apart from `reset` and `get_reward`."""
         found = [name for name, _ in inspect.getmembers(type(self.object), inspect.isfunction)]
         chosen = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
         return [getattr(self.object, name) for name in chosen]
 
     @property
     def for_rewards(self) -> Any:
-        """The object from the factory, which rewards get in the argument `environments`."""
+        """The object from the factory."""
         return self.object
 
     def reset(self, **columns: Any) -> Any:
@@ -160,8 +157,7 @@ class ToolObject(Tools):
         """Copy the environment; if its object cannot be copied, make a new object with the factory.
 
         Raises:
-            RuntimeError: If the object cannot be copied, and `reset` of the new object does not return the same
-                observation as `reset` of the original object did.
+            RuntimeError: If the object cannot be copied, and `reset` of the new object returns another observation.
         """
         new = copy.copy(self)  # shallow, because the factory may hold something that cannot be copied
         vars(new).update(
@@ -188,7 +184,7 @@ class ToolObject(Tools):
         self.functions = {name_of(method): method for method in self._methods()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the bound methods, which `__setstate__` binds again."""
+        """Pickle without the bound methods."""
         return {name: value for name, value in vars(self).items() if name not in ("functions", "columns", "first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,8 +202,7 @@ def as_environment(value: EnvironmentLike) -> Any:
             - an object with a method `step`;
             - a list of functions, which become `Tools`;
             - a function written for ms-swift, which takes the list of conversations (`MultiTurnFunction`);
-            - a class or function like TRL's `environment_factory`, which is called without arguments and makes an
-              object with tools (`ToolObject`).
+            - a class or function like TRL's `environment_factory`, which makes an object with tools (`ToolObject`).
 
     Raises:
         ValueError: If the value is none of these.
@@ -234,7 +229,7 @@ def as_environment(value: EnvironmentLike) -> Any:
 
 
 def _of_function(function: Callable[..., Any]) -> Environment:
-    """Wrap a function with one required argument (written for ms-swift) or none (a factory, written for TRL)."""
+    """Wrap a function with one required argument (ms-swift) or none (TRL's factory)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # it has no signature

@@ -1,8 +1,7 @@
 """Tools: the policy calls functions, and gets what they return.
 
-The chat template describes the functions to the policy, using their type hints and docstrings. Calls are parsed from
-the policy's text, in any of the formats that chat templates use. An error in a call becomes an observation, so that the
-policy can try again.
+Calls are parsed from the policy's text, in the formats that chat templates use. An error in a call becomes an
+observation, so that the policy can try again. Start with `Tools`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from grpo_lightning.environments.base import MOST_MESSAGES, Environment, Step, i
 log = logging.getLogger(__name__)
 
 warn_once = WarnOnce()
-"""Logs the failures of tools once per process and kind, because a tool may fail in each of thousands of calls."""
+"""Logs the failures of tools once per process and kind."""
 
 ToolFormat = Literal["auto", "json", "python", "xml", "glm"]
 """The format of calls. `json` is `{"name": ..., "arguments": {...}}`, which Qwen2.5, Qwen3, Hermes, Llama 3.1 and
@@ -45,7 +44,7 @@ Content = str | list[Mapping[str, Any]]
 """The content of a message: text, or a list of parts."""
 
 OUTCOMES = ("ok", "malformed", "unknown_tool", "wrong_arguments", "exception", "timeout", "crash", "too_many")
-"""The possible outcomes of a call. The metric `environment/calls/<outcome>` counts the calls with this outcome."""
+"""The outcomes of a call (metrics `environment/calls/<outcome>`)."""
 
 _MARKED = re.compile(
     r"<tool_call>(.*?)(?:</tool_call>|\Z)"
@@ -54,22 +53,22 @@ _MARKED = re.compile(
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>)(.*?)(?=\[TOOL_CALLS\]|<\|python_tag\|>|\Z)",
     re.DOTALL,
 )
-"""Matches calls with markers. The capture group of a match is the text between two markers, or after a marker."""
+"""Matches calls with markers; the capture group is the marked text."""
 
 MOST_FAILED = 64
-"""Maximum number of failed attempts to read JSON or XML in a text, because the time of an attempt may be proportional
-to the length of the text."""
+"""Maximum number of failed attempts to read JSON or XML in a text. An attempt may take time in proportion to the
+text."""
 
 MOST_ENDS = 8
-"""Maximum number of `</think>` tags that end reasoning with a marker inside. The number is limited, because calls are
-read again after each such tag. If a text has more such tags, everything before the last `</think>` is reasoning."""
+"""Maximum number of `</think>` tags that end reasoning with a marker inside, because calls are read again after
+each."""
 
 _REASONING_OR_MARKED = re.compile(rf"(?P<reasoning><think>.*?(?:</think>|\Z)|</think>)|{_MARKED.pattern}", re.DOTALL)
 _CLOSED_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _FUNCTION = re.compile(
     r"<function=([^<>\n]+)>\s*((?:<parameter=[^<>\n]+>[^<]*(?:<(?!/parameter>)[^<]*)*</parameter>\s*)*)</function>"
 )
-"""Matches a call in XML. The capture groups of a match are the name and all parameters."""
+"""Matches a call in XML; the capture groups are the name and all parameters."""
 
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
 _GLM_CALL = re.compile(
@@ -96,14 +95,12 @@ class ToolCall:
 class Tools(Environment):
     """Lets the policy call functions. A turn without a call ends the conversation.
 
-    A function needs type hints and a docstring in Google's style. The chat template uses both to describe the function.
-    The function runs in a worker process, so that it can be killed. Its result becomes a message of the role "tool". An
-    error (an unknown tool, wrong arguments, an exception or a timeout) becomes a message too. The metric
-    `environment/calls/<outcome>` counts the calls with each outcome (see `OUTCOMES`). An async function is awaited.
+    A function needs type hints and a docstring in Google's style. The function runs in a worker process. Its result
+    becomes a message of the role "tool". An error (an unknown tool, wrong arguments, an exception or a timeout) becomes
+    a message too. The metric `environment/calls/<outcome>` counts the calls (see `OUTCOMES`). A function can be async.
 
-    A timeout or a crash stops all calls of the turn. The policy then gets one message, which reports the failure
-    without the name of the tool. The results of the turn's other calls are lost, and the metrics do not count these
-    calls.
+    A timeout or a crash stops all calls of the turn. The policy then gets one message about the failure. The results of
+    the turn's other calls are lost, and the metrics do not count them.
 
     Args:
         tools: The functions.
@@ -181,7 +178,7 @@ class Tools(Environment):
         return "ok", content
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Report to the policy that a call timed out or crashed. Returns: None for other kinds of failure."""
+        """Report to the policy that a call timed out or crashed."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
@@ -194,10 +191,10 @@ def name_of(tool: Callable[..., Any]) -> str:
 
 
 def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Describe tools as JSON, from their type hints and docstrings, as transformers does for chat templates.
+    """Describe tools as JSON, as transformers does for chat templates.
 
     Raises:
-        ValueError: If a tool lacks type hints or a docstring. The message names the tool.
+        ValueError: If a tool lacks type hints or a docstring.
     """
     from transformers.utils import get_json_schema
 
@@ -220,13 +217,13 @@ _EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "a
 
 
 def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the types that the schema of a tool gives."""
+    """Arguments that fit the schema of a tool."""
     properties = schema["function"]["parameters"]["properties"]
     return {name: _EXAMPLES.get(str(each.get("type")), "text") for name, each in properties.items()}
 
 
 def answer(name: str, content: Content) -> Message:
-    """The message with what a tool returned."""
+    """The message with a tool's result."""
     return {"role": "tool", "content": content} | ({"name": name} if name else {})
 
 
@@ -252,7 +249,7 @@ def content_of(value: Any) -> Content:
 
 
 def _part_of(value: Any) -> Mapping[str, Any]:
-    """The part of a message for a value that a tool returned in a list with images."""
+    """The part of a message for a value in a list with images."""
     if is_pil_image(value):
         return {"type": "image", "image": value}
     if isinstance(value, str):
@@ -278,22 +275,16 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    In XML and in GLM's format, every argument is written as text. If the type hint of the argument does not allow a
-    text, the text is parsed as a value in JSON or Python. GLM's format is read only between markers.
+    In XML and in GLM's format, an argument is a text. If its type hint does not allow a text, the text is parsed as JSON
+    or Python. GLM's format is read only between markers.
 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by special tokens
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
     too.
 
-    Many tokenizers, however, remove the markers. In a turn without markers, a call in JSON or XML can have other text
-    around it, and a list of calls in Python can have other text after it. If the turn has other text, only calls of
-    known tools are found. If the turn has nothing but calls, calls of unknown tools are found too. In this case, the
-    style "auto" finds a call of an unknown tool only if the call has arguments.
-
-    Args:
-        text: The turn.
-        names: The tools by name.
-        style: The format of calls.
+    Many tokenizers remove the markers. In a turn without markers, other text can be around calls in JSON or XML, and
+    after calls in Python. With other text, only calls of known tools are found. If the turn has nothing but calls,
+    calls of unknown tools are found too (with "auto", only those with arguments).
     """
     text = _without_reasoning(text, names, style)
     if blocks := [_block_of(match) for match in _MARKED.finditer(text)]:
@@ -318,7 +309,7 @@ _EXPECTED: Mapping[ToolFormat, str] = {
 
 
 def _format_hint(block: str, style: ToolFormat) -> str:
-    """A hint for a policy that wrote a block that is not a call. With "auto", it names the format of the block."""
+    """A hint on the format of calls, for a block that is not a call."""
     if style == "auto":
         beginnings: Mapping[str, ToolFormat] = {"<": "xml", "{": "json", "[": "python"}
         style = beginnings.get(block.strip()[:1], "auto")
@@ -326,7 +317,7 @@ def _format_hint(block: str, style: ToolFormat) -> str:
 
 
 def _without_reasoning(text: str, names: Mapping[str, Any], style: ToolFormat) -> str:
-    """Remove the reasoning around and inside calls. Its tags inside an argument are part of the argument."""
+    """Remove the reasoning around and inside calls, but not inside arguments."""
     kept, position, num_ends = "", 0, 0
     while match := _REASONING_OR_MARKED.search(text, position):
         kept += text[position : match.start()]
@@ -346,7 +337,7 @@ def _without_reasoning(text: str, names: Mapping[str, Any], style: ToolFormat) -
 
 
 def _without_own_reasoning(match: re.Match[str], names: Mapping[str, Any], style: ToolFormat) -> str | None:
-    """Remove the reasoning between two markers. Returns: None if the markers are in reasoning that ends behind them."""
+    """Remove the reasoning between two markers; None if the markers are in reasoning that ends later."""
     calls = _marked_calls(_block_of(match), names, style)
     if "</think>" not in match[0] or any("</think>" in str(call.arguments) for call in calls):
         return match[0]
@@ -360,7 +351,6 @@ def _block_of(match: re.Match[str]) -> str:
 
 
 def _marked_calls(block: str, names: Mapping[str, Any], style: ToolFormat) -> Iterator[ToolCall]:
-    """The calls between two markers."""
     return (call for call, _ in _calls_in(block, names, style, is_marked=True))
 
 
@@ -426,7 +416,7 @@ def _values_of(texts: Mapping[str, str], tool: Callable[..., Any] | None) -> dic
 
 
 def _decode_value(text: str) -> Any:
-    """The value of a text in JSON or Python, because templates write both; the text itself if it is neither."""
+    """The value of a text in JSON or Python, because templates write both, else the text."""
     for decode in (json.loads, ast.literal_eval):
         try:
             return decode(text)
@@ -464,7 +454,7 @@ def _json_values(text: str) -> tuple[list[Any], str]:
 
 
 def _is_json_first(text: str) -> bool:
-    """Whether JSON begins before the first call in XML, and has calls, or surrounds this XML, or is malformed."""
+    """Whether JSON before the first call in XML has calls, surrounds the XML, or is malformed."""
     end, position = text.find("<function="), 0
     while end >= 0 and (match := _JSON_START.search(text, position, end)):
         try:
@@ -537,7 +527,7 @@ def argument_problem(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The type hints of a tool's arguments, or an empty dict if the hints cannot be read."""
+    """The type hints of a tool's arguments; empty if they cannot be read."""
     try:
         return typing.get_type_hints(signature_owner(function))
     except Exception as error:  # noqa: BLE001 - hints in quotes are evaluated, and may raise anything; the log has it
@@ -552,7 +542,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def signature_owner(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that `inspect.signature` inspects. For a wrapper, this is the wrapped function."""
+    """Return the function that `inspect.signature` inspects, without wrappers."""
     while isinstance(tool, functools.partial) or hasattr(tool, "__wrapped__"):
         tool = tool.func if isinstance(tool, functools.partial) else tool.__wrapped__
     if inspect.isclass(tool):
@@ -612,8 +602,7 @@ class Search:
         score(q, d) = sum over words w of q: idf(w) * f(w, d) * (k + 1) / (f(w, d) + k * (1 - b + b * |d| / mean |d|))
         idf(w) = log(1 + (number of texts - n(w) + 0.5) / (n(w) + 0.5)),  k = 1.5,  b = 0.75
 
-    f(w, d) is the number of times that the text d contains the word w, and |d| is the number of words of d. n(w) is the
-    number of texts that contain w.
+    f(w, d) counts the word w in the text d, |d| is the number of words of d, and n(w) is the number of texts with w.
 
     Args:
         path: A file with one text per line (`.txt`), or JSON rows with a column `text` (`.jsonl`).
@@ -628,15 +617,14 @@ class Search:
         Raises:
             FileNotFoundError: If the file does not exist.
             ValueError: If `top_k` is below 1, if the file has no texts, or if a line of a `.jsonl` file is not a JSON
-                row with a column `text`. In the last case, the message contains the file and the number of the line.
+                row with a column `text`.
         """
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}.")
         self.path, self.top_k = os.path.abspath(path), top_k
         status = os.stat(path)
         self.version = (status.st_mtime_ns, status.st_size)
-        """Identifies this version of the file. Another version may be written to the same path while the process
-        runs."""
+        """Identifies this version of the file."""
         self.index = _index(self.path, self.version)
 
     @property
@@ -694,12 +682,11 @@ class _Index:
 
 @functools.lru_cache(maxsize=8)
 def _index(path: str, version: tuple[int, int]) -> _Index:
-    """Read a file once per process. Workers share what was read before they were forked."""
+    """Read a file once per process."""
     return _Index(path)
 
 
 def _read_texts(path: str) -> Iterator[str]:
-    """Read the texts of a file."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -1,20 +1,11 @@
 """Runs the environments of a rollout at the same time, in worker processes with time and memory limits.
 
-The workers are of the same kind as those of the rewards (`rewards/workers.py`), but in a separate pool, with the limits
-of `model.reward_workers`. A call gets the pickled environment. It returns the environment's answer, and the environment
-in pickled form. A worker keeps nothing between calls, so it can be killed during any call. After a failed call, the
-environment is in the state before this call. All calls of a round (one turn of each conversation) have the same
-deadline, which is `step_timeout_seconds` after the end of sampling.
+A call gets and returns the pickled environment, so a worker can be killed during any call. All calls of a round (one
+turn of each conversation) have the same deadline, which is `step_timeout_seconds` after the end of sampling.
 
-An environment can also run in the training process, without workers. `step` and `end` then change the conversation's
-environment object itself, so the changes made by a failed call remain. In the training process, memory has no limit,
-and only async methods have a time limit.
-
-The random generators of `random`, numpy and torch (on the CPU) are seeded for each call in a worker, and for most calls
-in the training process. In the training process, two kinds of calls are not seeded:
-
-- calls of async methods, because several of these calls run at the same time;
-- calls during asynchronous rollouts, because these calls do not run in the main thread.
+The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, except for calls of async
+methods (several run at the same time), and calls in the training process during asynchronous rollouts (they do not run
+in the main thread).
 """
 
 from __future__ import annotations
@@ -39,7 +30,7 @@ from grpo_lightning.rewards.workers import Answer, RewardWorkers, WorkerPool, se
 log = logging.getLogger(__name__)
 
 FAILURES = ("exception", "timeout", "crash", "invalid_value")
-"""Kinds of failed calls: an error was raised, time ran out, the worker died, or the returned value is not allowed."""
+"""Kinds of failed calls."""
 
 OnError = Literal["raise", "none", "value"]
 
@@ -49,20 +40,19 @@ class Result(NamedTuple):
 
     state: Any
     """The environment after the call, pickled if it runs in workers. After a failed call in a worker, this is the
-    environment before the call. After a failed call in the training process, changes made by the call remain."""
+    environment before the call."""
 
     value: Any
-    """The checked result of the method: an observation or None for `reset`, a `Step` for `step`, a number or None for
-    `end`, and a `Step` or None for `on_failure`. If the call failed and `on_failure` has not answered, this is None."""
+    """The checked result of the method. If the call failed and `on_failure` has not answered, this is None."""
 
     failure: str = ""
     """One of `FAILURES`, also if `on_failure` has answered; empty on success."""
 
     problem: str = ""
-    """Description of the failure; in messages, it follows the name of the environment."""
+    """Description of the failure, to follow the environment's name."""
 
     cause: BaseException | None = None
-    """The exception that caused the failure; None if there is none."""
+    """The exception that caused the failure."""
 
 
 class EnvironmentRunner:
@@ -104,24 +94,19 @@ class EnvironmentRunner:
     def close(self) -> None:
         """Stop the workers at the end of a run. The next call of `reset` starts them again.
 
-        If a rollout is still being played in the background, its next call of an environment raises an error.
+        A rollout in the background then raises an error at its next call.
         """
         self._is_closed = True
         self.pool.close()
 
     def reset(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Result]:
-        """Begin conversations, with one call per prompt.
-
-        Args:
-            prompts: N prompts.
-            seeds: N seeds, one for the random numbers of each call.
-        """
+        """Begin conversations, with one call and one seed per prompt."""
         self._is_closed = False
         columns = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
         return self._all("reset", [None] * len(prompts), columns, seeds)
 
     def end(self, states: Sequence[Any], seeds: Sequence[int]) -> list[Result]:
-        """Get a last reward (`Environment.end`) from the environments of conversations that a limit has ended."""
+        """Call `Environment.end` for conversations that a limit has ended."""
         method = getattr(type(self.calls.environment), "end", None)
         if method is None or method is Environment.end:  # no call, because it would pickle the environment
             return [Result(state, None) for state in states]
@@ -143,14 +128,7 @@ class EnvironmentRunner:
         return state if isinstance(state, bytes) else copy_environment(state)
 
     def step(self, state: Any, text: str, seed: int, finish_reason: FinishReason = "stop") -> Future[Answer]:
-        """Start a call of the environment's method `step`.
-
-        Args:
-            state: The environment.
-            text: The policy's turn.
-            seed: Seed of the random numbers of the call.
-            finish_reason: Why the turn ended.
-        """
+        """Start a call of the environment's method `step`, on the policy's turn `text`."""
         if not math.isinf(self._deadline):
             self._begin_round()
         return self._call("step", state, (text, finish_reason), seed)
@@ -158,13 +136,8 @@ class EnvironmentRunner:
     def wait(self, future: Future[Answer], state: Any) -> Result:
         """Wait until a call of the environment's method `step` ends, and return its result.
 
-        If the call fails, the environment's method `on_failure` is called. If `on_failure` returns a valid value other
-        than None, the result has this value and the kind of the failure. If `on_failure` returns anything else, or if
-        it fails too, the result describes the failure of `step`.
-
-        Args:
-            future: The future that `EnvironmentRunner.step` returned for the call.
-            state: The environment before the call.
+        If the call fails, the environment's method `on_failure` is called. A valid value other than None becomes the
+        result, with the kind of the failure.
         """
         if math.isinf(self._deadline):
             self._end_round()
@@ -176,7 +149,7 @@ class EnvironmentRunner:
         return result if answer.failure or answer.value is None else answer._replace(failure=result.failure)
 
     def _begin_round(self) -> None:
-        """Begin a round of calls. These have no deadline while turns are still being sampled."""
+        """Begin a round of calls, without a deadline while turns are still being sampled."""
         self._round: list[Future[Answer]] = []
         self._deadline = math.inf
 
@@ -224,12 +197,7 @@ class EnvironmentRunner:
             return Answer().fail_by(error)
 
     def _result(self, future: Future[Answer], state: Any) -> Result:
-        """Wait until a call ends, and return its result.
-
-        Args:
-            future: The future that `_call` returned for the call.
-            state: The environment before the call.
-        """
+        """Wait until a call ends, and return its result."""
         answer = future.result()
         for name, level, message in answer.records:
             logging.getLogger(name).log(level, "Environment %r: %s", self.name, message)

@@ -1,8 +1,8 @@
 """Mathematical equality of an answer and the ground truth, by math-verify.
 
 math-verify uses sympy, and sympy can compute forever. Therefore math-verify runs in a separate process, which is killed
-if a comparison exceeds its time limit. A signal would not be enough, because a signal does not interrupt the
-computation of a large power, and works only in the main thread.
+if a comparison exceeds its time limit. A signal does not interrupt the computation of a large power, and works only in
+the main thread.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 log = logging.getLogger(__name__)
 
 MOST_UNDECIDED = 4
-"""Maximum number of failed or timed-out comparisons with one ground truth, in one call of the reward."""
+"""Maximum number of failed comparisons with one ground truth, in one call of the reward."""
 
 MAX_NESTING = 30
-"""Maximum nesting depth of brackets in a text. Texts with deeper nesting are not parsed, because the LaTeX parser takes
-seconds on "((((((" instead of failing."""
+"""Maximum nesting depth of brackets in a text. The LaTeX parser takes seconds on deeper nesting."""
 
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
@@ -95,53 +94,45 @@ _SYMBOLS = str.maketrans(
 class Accuracy(AnswerReward):
     r"""1 if the completion's answer is mathematically equal to the ground truth, and 0 if not.
 
-    For example, `\frac{1}{2}` equals 0.5.
-
-    The answer of a completion is the content of the last `<answer>...</answer>`. If this content has a box
-    (`\boxed{...}`), the answer is the content of the last box in it. Without tags, the answer is the content of the
-    last box. Without tags and boxes, these places are tried in order:
+    The answer of a completion is the content of the last `<answer>...</answer>`. If this content has a `\boxed{...}`,
+    the answer is the content of the last box in it. Without tags, the answer is the content of the last box. Without
+    tags and boxes, these places are tried in order:
 
     1. an announced answer ("the final answer is $x$") or the text after `####`, whichever comes last in the completion;
     2. bold text;
     3. the end of the last line, if the completion is not truncated.
 
-    A missing or unparsable answer is wrong. An answer with the same words as the ground truth is right, with or without
-    commands such as `\text{...}`. A set ("3, 4", "3 or 4") equals the same set in any order. Any other answer with
-    several numbers ("3 and 4") is right only if it has the same words as the ground truth. If the ground truth is an
-    equation of numbers ("2 + 4 = 6"), its right-hand side ("6") counts as the ground truth. Units and other words next
-    to a number are ignored: "5 m" equals "5 km". A "!" that ends a sentence is not a factorial: "So it is 7!" is 7.
-    Between `$` signs and before a full stop, a "!" is a factorial: "So it is $7!$" and "So it is 7!." are 5040.
+    A missing or unparsable answer is wrong. An answer with the same words as the ground truth is right. A set ("3, 4",
+    "3 or 4") equals the same set in any order. Any other answer with several numbers ("3 and 4") is right only if it
+    has the same words as the ground truth. If the ground truth is an equation of numbers ("2 + 4 = 6"), its right-hand
+    side ("6") counts as the ground truth. Units and other words next to a number are ignored: "5 m" equals "5 km". A
+    "!" that ends a sentence is not a factorial: "So it is 7!" is 7.
 
-    The reward does not apply to a row without ground truth. The rules above have three exceptions. In each of them,
-    some or all answers get no value (None), and the reward logs a warning:
+    The reward does not apply to a row without ground truth. In three cases, some or all answers get no value (None),
+    and the reward logs a warning:
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
-       value, not even an answer with the same words.
-    2. The ground truth has several different numbers, but is not one expression such as a set, an interval, a tuple or
-       a sum. An answer with the same words is still right. For any other answer, the first of these rules that fits
-       decides:
+       value.
+    2. The ground truth has several different numbers, but is not one expression such as a set or a sum. An answer with
+       the same words is right. For any other answer, the first of these cases decides:
 
-       - If the ground truth has several sentences or lines (a worked solution), the answer gets no value.
-       - If the answer consists of several numbers ("10 and 5"), the answer is wrong.
-       - If the ground truth is one calculation ("3x = 12 => x = 4"), and the answer equals the result, the answer is
-         right.
-       - If the answer has numbers, and all of them occur in the ground truth ("5" for "10 apples (5 red)"), the answer
-         gets no value.
-       - Otherwise, the answer is wrong.
+       - The ground truth has several sentences or lines (a worked solution): no value.
+       - The answer consists of several numbers ("10 and 5"): wrong.
+       - The ground truth is one calculation ("3x = 12 => x = 4"), and the answer equals the result: right.
+       - All numbers of the answer occur in the ground truth ("5" for "10 apples (5 red)"): no value.
+       - Otherwise: wrong.
 
     3. If the comparison of an answer fails or times out, this answer gets no value.
 
-    math-verify (install the extra `math`) runs in a separate process, so the reward can be called from any thread. If
-    four comparisons with the same ground truth fail or time out in one call of the reward, the call compares no further
-    answers with this ground truth. The completions with these answers get no value. This rule bounds the time of the
-    call.
+    math-verify (install the extra `math`) runs in a separate process. If four comparisons with the same ground truth
+    fail or time out in one call, further answers to this question get no value.
 
     Args:
-        answer_column: The data column with the ground truth, which is text or a number. If the text has a part after
-            `####`, between answer tags or in `\boxed{}`, that part is the ground truth.
+        answer_column: The data column with the ground truth, which is text or a number. A part after `####`, between
+            answer tags or in `\boxed{}` is the ground truth.
         timeout_seconds: Time limit of one comparison.
-        max_answer_characters: Maximum length of an answer; longer answers are wrong. If the completion has neither tags
-            nor a box, only its last `max_answer_characters` characters are searched for the answer.
+        max_answer_characters: Maximum length of an answer; longer answers are wrong. A completion without tags and
+            boxes is searched only in its last `max_answer_characters` characters.
     """
 
     def __init__(
@@ -161,16 +152,7 @@ class Accuracy(AnswerReward):
     def __call__(
         self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Score completions.
-
-        Args:
-            completions: [B].
-            finish_reasons: [B]; None means "stop" for all.
-            columns: [B] values of each data column.
-
-        Returns:
-            [B] 0 or 1, None where the reward gives no value.
-        """
+        """Score completions. Returns: [B] 0 or 1, None where the reward gives no value."""
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         texts = [completion_text(completion) for completion in completions]
         decided: dict[tuple[str, str], float | None] = {}  # completions of a group often agree
@@ -189,28 +171,20 @@ class Accuracy(AnswerReward):
         start_comparing()
 
     def compare(self, gold: str, answer: str) -> bool | None:
-        """Call the function `compare` of this file with the settings of this reward.
-
-        Args:
-            gold: The ground truth. If it is longer than `max_answer_characters`, the result is None.
-            answer: An answer. If it is longer than `max_answer_characters`, it is wrong.
-
-        Return value and errors are those of the function.
-        """
+        """Call the function `compare`; None if `gold` is longer than `max_answer_characters`."""
         limit = self.max_answer_characters
         if len(gold) > limit:
             return None
         return compare(readable(gold), readable(answer) if len(answer) <= limit else "", self.timeout_seconds)
 
     def _answer(self, text: str, finish_reason: str) -> str:
-        """Extract the answer of a completion; may be empty."""
         tagged, final = between_answer_tags(text), after_reasoning(text)
         boxed = in_box(tagged if tagged is not None else final if final.strip() else text)
         answer = boxed if boxed is not None else tagged
         return (chat_answer(final[-self.max_answer_characters :], finish_reason) if answer is None else answer) or ""
 
     def _score(self, gold: str, answer: str, undecided: Counter[str]) -> float | None:
-        """Score one answer; log a failed comparison and count it in `undecided`."""
+        """Score one answer; count a failed comparison in `undecided`."""
         try:
             is_right = self.compare(gold, answer)
         except UndecidedError as error:
@@ -232,17 +206,14 @@ class UndecidedError(RuntimeError):
 
 
 class Comparison(Reward):
-    """Comparison of two expressions, in the form of a `Reward`, so that a `WorkerPool` can run it.
-
-    math-verify is imported only when the reward is called, because the import is slow.
-    """
+    """Comparison of two expressions, in the form of a `Reward`, so that a `WorkerPool` can run it."""
 
     def __reduce__(self) -> Any:
-        """Unpickle by calling `_ready_comparison`, which builds the parsers in the worker."""
+        """Build the parsers in the worker."""
         return _ready_comparison, ()
 
     def __call__(self, gold: str, answer: str) -> bool | None:
-        """Compare. Args, Returns: as in the function `compare`."""
+        """Compare, as the function `compare` does."""
         from math_verify import verify
 
         expected = results(parse_short(gold))
@@ -269,7 +240,7 @@ class Comparison(Reward):
 
 
 def _ready_comparison() -> Comparison:
-    """Make a `Comparison` whose parsers are already built."""
+    """Make a `Comparison` with built parsers."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     comparison = Comparison()
     comparison("1/2", "0.5")
@@ -281,13 +252,9 @@ COMPARISON = WeightedReward(Comparison())
 
 @functools.cache
 def _pool(process_id: int) -> WorkerPool:
-    """Make a pool of one worker with a memory limit of 4 GB.
+    """Make a pool of one worker, once per process, because a forked process lacks its parent's threads.
 
-    Without this limit, `9^{9^9}` could exhaust the memory of the machine before the timeout.
-
-    Args:
-        process_id: Id of this process, which is the cache key. A forked process needs a separate pool, because it lacks
-            its parent's threads.
+    Without the memory limit, `9^{9^9}` could exhaust the memory of the machine before the timeout.
     """
     return WorkerPool(
         [COMPARISON], RewardWorkers(num_workers=1, timeout_seconds=math.inf, step_timeout_seconds=math.inf, memory_gb=4)
@@ -306,14 +273,9 @@ def start_comparing() -> WorkerPool:
 def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
     """Compare an answer with the ground truth within a time limit. Any thread can call this function.
 
-    Args:
-        gold: The ground truth.
-        answer: An answer.
-        timeout_seconds: Time limit; the comparison process is killed after this time.
-
     Returns:
         True if `answer` equals `gold`. False if it does not, or if `answer` cannot be parsed as one answer. None if
-        `gold` cannot be parsed as one answer (see exceptions 1 and 2 of `Accuracy`).
+        `gold` cannot be parsed as one answer .
 
     Raises:
         UndecidedError: If the comparison failed or timed out.
@@ -330,8 +292,7 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 def parse_short(text: str) -> list[Any]:
     r"""Parse a short answer into its possible expressions. The list is empty if the answer is not mathematics.
 
-    A formula without delimiters is put between `$` signs. Without these signs, `math_verify` would parse both `2\pi`
-    and `(1, 2)` as the number 2.
+    Without `$` signs, `math_verify` would parse both `2\pi` and `(1, 2)` as the number 2.
     """
     from math_verify import parse
 
@@ -347,18 +308,14 @@ def parse_short(text: str) -> list[Any]:
 def results(expressions: list[Any]) -> list[Any]:
     """Replace an equation of numbers ("2 + 4 = 6") by its right-hand side.
 
-    Without this replacement, `verify` would accept the answer "1 = 1" for "2 + 4 = 6", because both equations are true,
-    and would reject the answer "6".
-
-    Args:
-        expressions: The expressions parsed from a ground truth.
+    Without this replacement, `verify` would accept the answer "1 = 1" for "2 + 4 = 6", and reject "6".
     """
     equations = [each for each in expressions if getattr(each, "is_Equality", False) and not each.free_symbols]
     return [each.rhs for each in equations] or expressions
 
 
 def prepare(text: str) -> str:
-    r"""Convert a text to LaTeX for `math_verify`, and remove units, currency, bold marks, and the spaces in numbers."""
+    r"""Convert a text to LaTeX for `math_verify`, and remove units, currency, bold marks, and spaces in numbers."""
     text = _UNIT.sub("", _CURRENCY.sub("", _MINUS.sub("-", text.strip().translate(_SYMBOLS))))
     if text.count("$") == 1:  # a currency symbol: delimiters come in pairs
         text = text.replace("$", "")
@@ -382,7 +339,7 @@ def replace_parentheses(text: str) -> str:
 
 
 def delimit(text: str) -> str:
-    r"""Put `$` around the LaTeX in a sentence. A text with fewer than two words is a formula and is left unchanged."""
+    r"""Put `$` around the LaTeX in a sentence. A text with fewer than two words is left unchanged."""
     if "\\" not in text:
         return text
     depths = list(itertools.accumulate((char == "{") - (char == "}") for char in text))
@@ -400,7 +357,7 @@ def delimit(text: str) -> str:
 def is_formula(text: str) -> bool:
     """Whether the whole text is mathematics, rather than text with a number in it.
 
-    Words and units are not mathematics. (math-verify parses a word as a product of letters, so "god" equals "dog".)
+    math-verify parses a word as a product of letters, so "god" equals "dog".
     """
     if "\\" in text:
         return True
@@ -410,14 +367,7 @@ def is_formula(text: str) -> bool:
 
 
 def names_several(text: str, expressions: list[Any]) -> bool:
-    """Whether a text has several answers, for example "3 and 4" or a different number on each line.
-
-    From such a text, `math_verify` would use only one of the answers.
-
-    Args:
-        text: The answer of a completion, or a ground truth.
-        expressions: The expressions parsed from the text. A finite set counts as one answer.
-    """
+    """Whether a text has several answers ("3 and 4"). A finite set counts as one answer."""
     if "\\begin" in text or any(getattr(expression, "is_FiniteSet", False) for expression in expressions):
         return False
     text = prepare(text)
@@ -435,8 +385,7 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 def joins_answers(part: str) -> bool:
     r"""Whether a part of a text has a set operation that joins answers, as in `(1, 2) \cup 4`.
 
-    An operation joins no answers if the part has no number. It also joins none if it is on the left side of an equation
-    and is enclosed in brackets or bars, as in `P(A \cup B) = 0.7` and `|A \cap B| = 5`.
+    An operation in brackets or bars on the left side of an equation joins no answers, as in `P(A \cup B) = 0.7`.
     """
     if not any(char.isdigit() for char in part):
         return False
@@ -449,12 +398,7 @@ def joins_answers(part: str) -> bool:
 
 
 def is_set_operation(expressions: list[Any]) -> bool:
-    r"""Whether `math_verify` parsed a whole set operation. From `(1, 2) \cup 4`, for example, it parses only the 4.
-
-    Args:
-        expressions: The expressions parsed from a text with a set operation. If `math_verify` could not parse the text,
-            the only item is the text itself, and the result is True.
-    """
+    r"""Whether `math_verify` parsed a whole set operation. From `(1, 2) \cup 4`, it parses only the 4."""
     from sympy import Basic, Set
 
     parsed = [expression for expression in expressions if isinstance(expression, Basic)]
@@ -462,7 +406,7 @@ def is_set_operation(expressions: list[Any]) -> bool:
 
 
 def is_calculation(text: str) -> bool:
-    """Whether a ground truth is one calculation with its result ("3x = 12 => x = 4"), not several statements."""
+    """Whether a ground truth is one calculation with its result ("3x = 12 => x = 4")."""
     text = text.strip()
     return "=" in text and not _SEVERAL.search(text)
 
@@ -473,7 +417,7 @@ def is_negated(text: str) -> bool:
 
 
 def read_numbers(part: str) -> tuple[float, ...] | str:
-    """Parse a part of a text as a number ("1,000"), or as several ("(1, 2)"); return the text if it is neither."""
+    """Parse a text as one or several numbers ("1,000", "(1, 2)"), else return it."""
     part = part.strip(_EDGES)
     numbers = [part.replace(",", "")] if GROUPED_NUMBER.fullmatch(part) else part.split(",")
     try:
@@ -483,10 +427,7 @@ def read_numbers(part: str) -> tuple[float, ...] | str:
 
 
 def words(text: str) -> list[str]:
-    r"""Split a text into words in lower case, without the commands of LaTeX for text.
-
-    For example, `\text{Evelyn}` has the same words as "Evelyn", `\text{(B)}` as "B", and "A,C" as "A, C".
-    """
+    r"""Split a text into words in lower case, without LaTeX's commands for text; `\text{(B)}` becomes "b"."""
     text = _OPTION.sub(r"\1", _FONT.sub(r"\1", text))
     return _LETTERS_COMMA.sub(", ", text).casefold().split()
 

@@ -1,9 +1,7 @@
 r"""Extract the answer from a text.
 
-The answer can be in answer tags, in `\boxed{}`, after `####`, after "the answer is", in bold, or on the last line.
-Other functions of this module find the number in an answer, or the option that the answer chooses. Completions are
-untrusted text, so all functions take linear time. For this purpose, they use `str` methods, and patterns that cannot
-backtrack or that look only a few characters ahead.
+`chat_answer` and `gold_answer` are the main functions. Completions are untrusted text, so all functions take linear
+time. They use `str` methods, and patterns that cannot backtrack or that look only a few characters ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # Chinese, Japanese, Korean
 )
-"""Letters of scripts that put no spaces between words, or none between words and numbers; for `[...]` in patterns."""
+"""Letters of scripts without spaces between words, or between words and numbers."""
 
 _FULL_WIDTH = str.maketrans(
     {0xFF01 + place: chr(0x21 + place) for place in range(94)} | {"\u3000": " ", "\u3001": ",", "\u3002": "."}
@@ -52,7 +50,7 @@ _DISPLAY = {"\\[": "\\]", "$$": "$$"}
 def readable(text: str) -> str:
     r"""Convert full-width characters to ASCII, and put spaces around text in unspaced scripts (Chinese, ...).
 
-    Without these spaces, Python's `\b` and `\w` treat "3个" (three pieces) as one word.
+    Otherwise `\b` and `\w` treat "3个" as one word.
     """
     return _SEAM.sub(" ", text.translate(_FULL_WIDTH))
 
@@ -66,8 +64,7 @@ def between_answer_tags(text: str) -> str | None:
 def after_reasoning(text: str) -> str:
     """The text after the last `</think>`.
 
-    Without `<think>` and `</think>`, the result is the whole text. If `<think>` is never closed (truncated), the result
-    is empty.
+    Without `<think>` and `</think>`, the result is the whole text. If `<think>` is never closed, the result is empty.
     """
     _, closing, rest = text.rpartition("</think>")
     return "" if not closing and "<think>" in text else rest
@@ -80,7 +77,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def _after_hashes_unless_heading(text: str) -> str | None:
-    """The result of `after_hashes`; None also for a heading (Markdown): a line with letters that more text follows."""
+    """The result of `after_hashes`; None also for a Markdown heading (letters, and more text below)."""
     line = after_hashes(text)
     is_heading = any(char.isalpha() for char in line or "") and "\n" in text.rpartition("####")[2].strip()
     return None if is_heading else line
@@ -89,8 +86,7 @@ def _after_hashes_unless_heading(text: str) -> str | None:
 def in_box(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}`; None if no box is closed.
 
-    The content may contain pairs of braces, as in `\boxed{\frac{1}{2}}`. `\\boxed{...}`, which occurs in data that was
-    escaped twice, is accepted too.
+    `\\boxed{...}` (data that was escaped twice) is accepted too.
     """
     opened: list[int | None] = []  # per open brace: where its box's content starts; None if it opens no box
     last: tuple[int, int] | None = None
@@ -116,13 +112,9 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
     3. the last bold text (**7**), if no digit occurs anywhere after it;
     4. the text after the last "=" or "is" in the last line, or the whole line if it has neither.
 
-    The whole text at that place is the answer, whatever the ground truth is. For example, neither 3 nor 4 equals "3 or
-    4". A negated answer ("not 7") is no answer.
+    The whole text at that place is the answer. A negated answer ("not 7") is no answer.
 
-    Args:
-        text: A completion.
-        finish_reason: "length" if the completion was truncated. The last line may then end with half an answer, so only
-            closed tags and boxes are read from this line.
+    With the finish reason "length", only closed tags and boxes are read from the last line.
     """
     tagged = between_answer_tags(text)
     final = readable(after_reasoning(text) if tagged is None else tagged)
@@ -153,11 +145,7 @@ def _announced_answer(text: str) -> str | None:
 
 
 def _in_bold(text: str) -> str | None:
-    """The last bold text that is not a heading; if its line has several bold texts, the whole line.
-
-    The result is None in three cases: the text has no such bold text, a digit occurs anywhere after the bold text, or a
-    negation occurs before the bold text in the same line.
-    """
+    """The last bold text that is not a heading; if its line has several bold texts, the whole line."""
     last = None
     for found in _BOLD.finditer(text):
         last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
@@ -171,14 +159,7 @@ def _in_bold(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """The text after the last "=" or "is" in the last non-empty line; without "=" or "is", the whole line.
-
-    Some other verbs, such as "equals" and "gives", count as "is". A line that is only a formula delimiter (such as
-    "$$") or only a code fence is skipped. If a later clause of the line begins with "so", "thus", "hence" or
-    "therefore", only the text after the last such word is used as the line. If the line lists several answers ("x = 1,
-    y = 2"), the result is the whole line. If the answer is empty, is negated ("not 7") or ends with "?", the result is
-    None.
-    """
+    """The text after the last "=" or "is" in the last non-empty line; without "=" or "is", the whole line."""
     lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")
     *_, so = None, *_SO.finditer(line)
@@ -207,14 +188,14 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
     "hashes": lambda text, _: after_hashes(text),
     "text": lambda text, _: text,
 }
-"""Extractors by their name in the config; called with a completion and its finish reason."""
+"""Extractors by their name in the config."""
 
 
 def given_answer(text: str) -> str:
     r"""Extract the answer of a completion from the last answer tags or, if there are none, the last `\boxed{}`.
 
-    If there are no answer tags, only the text after `</think>` is searched for a box, because the reasoning is never
-    the answer. If this text has no box, the whole text after `</think>` is the answer.
+    Without answer tags, only the text after `</think>` is searched for a box. If this text has no box, the whole text
+    after `</think>` is the answer.
     """
     if (answer := between_answer_tags(text)) is not None:
         return answer
@@ -226,15 +207,7 @@ def given_answer(text: str) -> str:
 def gold_answer(answer: Any, column: str) -> str:
     r"""Find a row's ground-truth answer after `####`, between answer tags or in `\boxed{}`, or return the full text.
 
-    If letters follow `####` on its line, and more text follows this line, the line is a heading (Markdown), not an
-    answer.
-
-    Args:
-        answer: The value of the column.
-        column: Name of the column, for messages.
-
-    Returns:
-        The answer; an empty string if the row has none.
+    The result is empty if `answer` is None.
 
     Raises:
         ValueError: If `answer` is not text or a number.
@@ -253,9 +226,9 @@ def gold_answer(answer: Any, column: str) -> str:
 
 
 def normalize(text: str) -> str:
-    r"""Normalize a text for comparison by removing the commas of "1,000", full stops at the end, and outer delimiters.
+    r"""Normalize a text by removing the commas of "1,000", full stops at the end, and outer delimiters.
 
-    The delimiters are whitespace, `$`, `\$`, `\(...\)`, `\[...\]` and `**...**`. Full-width characters become ASCII.
+    Full-width characters become ASCII.
     """
     text = _strip_marks(readable(text).replace("\\$", "$"))
     for opening, closing in (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]")):
@@ -267,7 +240,7 @@ def normalize(text: str) -> str:
 def amount(text: str) -> str:
     r"""Remove the currency symbol and digit separators of a number.
 
-    "€72" becomes "72"; "10 000" and `10\,000` become "10000". Any other text is returned unchanged.
+    "€72" becomes "72", and "10 000" becomes "10000". Any other text is returned unchanged.
     """
     found = _AMOUNT.fullmatch(text)
     if found is None or (found[1] and found[2]):
@@ -289,12 +262,12 @@ _NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]
 
 
 def numbers_in(text: str) -> set[float]:
-    """The numbers in a text: {10, 5} for "10 apples, 5 red"."""
+    """The numbers in a text."""
     return {float(number.replace(",", "")) for number in _NUMBER.findall(readable(text))}
 
 
 def single_number(text: str) -> float | None:
-    """The number in a text ("There are 3." is 3); None if the text has no number, or numbers of different value."""
+    """The number in a text; None if the text has no number, or numbers of different value."""
     values = numbers_in(text)
     return values.pop() if len(values) == 1 else None
 
@@ -311,7 +284,7 @@ _DATE = re.compile(
 
 
 def dates_in(text: str) -> set[tuple[int, ...]]:
-    """The dates in digits in a text: {(2024, 5, 1)} for "on 2024-05-01", {(5, 1, 24)} for "5/1/24"."""
+    """The dates in digits in a text: {(2024, 5, 1)} for "on 2024-05-01"."""
     return {tuple(map(int, re.split("[-/.]", date[0]))) for date in _DATE.finditer(readable(text))}
 
 
@@ -330,9 +303,8 @@ _UNITS = {
     )
     for name in names.split()
 }
-"""Units by name, in lower case and mostly without the plural's "s". Names that may mean a unit under another name are
-missing, because a right answer must not be refused: "min" (also "m"), "K" (also "kg", "km"), "GB" (also "G"), "pound"
-(a mass or a currency)."""
+"""Units by name, in lower case and mostly without the plural's "s". Ambiguous names such as "min" (also "m"), "K" (also
+"km") and "pound" are missing, because a right answer must not be refused."""
 
 _TEXT_COMMAND = re.compile(r"\\(?:textbf|textit|text|mathrm|mathbf|mbox|[,;:! ])|\*\*")
 _QUANTITY = re.compile(
@@ -342,12 +314,12 @@ _QUANTITY = re.compile(
 
 
 def units_differ(a: str, b: str) -> bool:
-    """Whether both texts have exactly one number each, with a known unit, and the units differ: "5 km", "5 m"."""
+    """Whether both texts have exactly one number each, with known and different units."""
     return any(one != other for one, other in zip(_unit(a), _unit(b), strict=False))
 
 
 def _unit(text: str) -> list[str]:
-    """The unit of the only number in a text, in parts: ["km", "h"] of "60 km/h"; empty if there is no known unit."""
+    """The unit of the only number in a text, in parts (["km", "h"]); empty if there is no known unit."""
     text = readable(text).replace("{", "").replace("}", "").replace("^\\circ", "\u00b0").replace("$", "")
     text = _TEXT_COMMAND.sub(" ", text).replace("\\", "")
     quantities = [found[1] or found[2] or "" for found in _QUANTITY.finditer(" ".join(text.split()))]
@@ -385,7 +357,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
-"""Number of characters before a letter that are searched for `_REFUSED`."""
+"""Number of characters that are searched before a letter."""
 
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"
@@ -397,20 +369,20 @@ _WRONG = re.compile(
 
 
 def choice(text: str) -> str | None:
-    """Extract the option that a text chooses, as a capital letter; None if it chooses no option, or lists several.
+    """Extract the option that a text chooses, as a capital letter; None if it chooses none or several.
 
     These rules are tried in order, and the first that finds a letter decides:
 
     1. The letter that is the whole text.
     2. The last letter that is called the answer ("the answer is B").
-    3. The marked letter at the start of the text ("B) because", "A, because I ..."). If other letters have the same
-       mark ("(A) 1 (B) 2"), the result is None.
+    3. The marked letter at the start of the text ("B) because"). If other letters have the same mark ("(A) 1 (B) 2"),
+       the result is None.
     4. The letters that are marked ("(B)") or called an option. If they are different letters, the result is None.
     5. The capital letters, except "I", that are separate words. If they are different letters, or if one of them can be
-       the article ("A" before a lowercase word, as in "A cat"), the result is None.
+       the article ("A" before a lowercase word), the result is None.
 
-    If another letter directly follows the letter of rule 2 or 3 ("A, B", "A or B"), the letters are a list, and the
-    result is None. A letter that is called wrong ("not B", "B is wrong") is ignored.
+    If another letter directly follows the letter of rule 2 or 3 ("A or B"), the result is None. A letter that is called
+    wrong ("not B", "B is wrong") is ignored.
     """
     text = readable(text)
     if lone := _LONE.fullmatch(text):
@@ -439,8 +411,8 @@ _LABEL = re.compile(
 def as_option(text: str) -> tuple[str, str] | None:
     """Split a ground truth that is an option into its capital letter and its text; None if it is not an option.
 
-    The letter is the whole text ("B", "B.", "**B**") or precedes the option's text ("(B) Paris", "B) Paris",
-    "B. Paris"). Before a full stop or colon, only A to H are options, because "J. Smith" is a name.
+    The letter is the whole text ("B", "**B**") or precedes the option's text ("(B) Paris", "B. Paris"). Before a full
+    stop or colon, only A to H are options, because "J. Smith" is a name.
     """
     text = readable(text)
     found = _LABEL.match(text)
@@ -455,7 +427,7 @@ def _allowed_matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[s
 
 
 def _is_refused(found: re.Match[str], text: str) -> bool:
-    """Whether a letter is called wrong ("not B", "I would not pick (B)", "B is wrong")."""
+    """Whether a letter is called wrong ("not B", "B is wrong")."""
     start, end = found.span(found.lastindex or 0)
     before = text[max(0, start - _REFUSED_CHARACTERS) : start]
     return _REFUSED.search(before) is not None or _WRONG.match(text, end) is not None
@@ -467,13 +439,13 @@ def _is_option(found: re.Match[str], text: str) -> bool:
 
 
 def _is_article(found: re.Match[str], text: str) -> bool:
-    """Whether a lone capital letter may be the article: "A" before a word in small letters ("A cat", even "A or B")."""
+    """Whether a lone "A" may be the article, because a lowercase word follows ("A cat", even "A or B")."""
     following = text[found.end() : found.end() + 2]
     return found[0] == "A" and following[:1] == " " and following[1:].islower()
 
 
 def _is_listed(found: re.Match[str], text: str) -> bool:
-    """Whether another letter follows directly, and does not start a new clause ("A. B is wrong")."""
+    """Whether another letter follows directly, and starts no new clause ("A. B is wrong")."""
     following = _NEXT.match(text, found.end())
     if following is None or _WORD_FOLLOWS.match(text, following.end()):
         return False

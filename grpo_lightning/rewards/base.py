@@ -9,23 +9,20 @@ and with every data column. If the reward's signature has no `**kwargs`, argumen
 left out. Prompts, completions, token ids, finish reasons, image views and columns are lists with one element per
 completion. A finish reason is "stop", "length" or, in conversations only, "turns" (`core.types.FinishReason`). The G
 completions of a prompt (a group) are adjacent. Each element of `image_views` is a list with one `ImageView` per image
-of the prompt. An `ImageView` holds the size of the image and the coordinate system that the policy uses for boxes.
-`max_completion_length` is the run's limit on the length of a completion, in tokens; None means no limit.
+of the prompt. `max_completion_length` is the run's limit on the length of a completion, in tokens; None means no limit.
 
 A chat prompt is a list of messages, and its completion is `[{"role": "assistant", "content": text}]`. A text prompt and
 its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
 returns a number or None for each completion. If all completions of a group get None, the reward does not apply to the
 group, and only the other rewards count. If only some completions of a group get None, these completions are not
-scorable. They are left out of the group's mean and standard deviation, and their advantage is 0. Reward functions
-written for TRL run unchanged, and so do the ORM classes of ms-swift. Rewards of VLM-R1 run unchanged on chat prompts.
+scorable. Their advantage is 0.
 
-For a reward with the attribute `per_group = True`, every argument that is a list has one element per group. In the list
-of prompts, the element is the prompt of the group. In `image_views`, it is the list of the prompt's image views, and in
-a column, it is the group's value. For completions, token ids and finish reasons, the element is a list of G values. The
-reward returns one list of G values per group.
+For a reward with the attribute `per_group = True`, every argument that is a list has one element per group. For
+completions, token ids and finish reasons, the element is a list of G values. The reward returns one list of G values
+per group.
 
-Every reward can also take the following arguments. They exist in ms-swift, in VLM-R1 or in older versions of TRL. A
-data column of the same name takes precedence, with the exceptions that are stated below:
+Every reward can also take the following arguments. A data column of the same name takes precedence, with the exceptions
+that are stated below:
 
 - `response_token_ids` and `completions_ids`: the same as `completion_ids`.
 - `messages`: the chat including the completion. If the last message of the prompt is an assistant message, the
@@ -35,42 +32,25 @@ data column of the same name takes precedence, with the exceptions that are stat
 - `prompt_id`: "<source>/<index>" of the prompt.
 - `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
 - `rollout_infos`: empty dicts.
-- `images`: the row's images, or an empty list if the row has no images. The list is empty even if other rows have a
-  column of this name. This argument is passed only if the reward's signature names it.
-- `image_path`: a list with the path of each image of the row, or None if the row has no images. The path of an image
-  that is not a file is None.
-- `image_grid_thw`: the size [t, h, w] of the row's first image in patches. It is None if the row has no images, or if
-  the policy's processor does not return the size.
+- `images`: the row's images, or an empty list if the row has no images. This argument is passed only if the reward's
+  signature names it.
+- `image_path`: a list with the path of each image of the row, or None if the row has no images.
+- `image_grid_thw`: the size [t, h, w] of the row's first image in patches. It may be None.
 - `problem`: the text of the last user message.
 
 In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
 the images of a data column are `ImageRef`s.
 
 A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
-As in ms-swift, its arguments `response_token_ids`, `messages`, `finish_reason`, `is_truncated`, `prompt_id`,
-`request_id` and `rollout_infos` take precedence over data columns. Other rewards get the column. If a reward names an
-argument that describes the completions, but gets a data column of this name, the run logs a warning.
+As in ms-swift, its arguments in `ORM_ALIASES` take precedence over data columns.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations that the policy has seen. The text of such a completion (`completion_text`) is the policy's last
-message, even if the environment answered it with an observation. Every reward can also take the arguments in the list
-below. A data column of the same name takes precedence.
-
-- `turns`: for each conversation, a list of its turns (`core.types.Turn`).
-- `environment_rewards`: for each conversation, the sum of the environment's rewards, or None if the environment gave no
-  reward in it.
-- `environment_metrics`: for each conversation, a dict with the sum of each metric over all turns.
-- `environments`: for each conversation, the user's environment object in its state at the end of the conversation. This
-  argument is passed only if the reward's signature names it. It is not passed in `**kwargs`.
+message. `docs/conversations.md` lists the further arguments of rewards for conversations.
 
 By default, a call gets the completions of one prompt. Only a call of an async reward, or of a reward with
 `in_process = True`, gets the completions of the whole batch. Worker processes (`rewards/workers.py`) call copies of a
 reward, so a reward that runs in workers must keep no state between calls.
-
-A `Reward` can override the methods `check` and `check_row`, which run before any weights load. The method `check`
-checks the reward's settings, and `check_row` checks each row that the reward will score. A `Reward` can load its models
-in `connect`, which is called when the policy is loaded. In `prefetch`, a reward that runs in the training process can
-start the slow part of scoring one prompt's completions while other prompts are still being sampled.
 """
 
 from __future__ import annotations
@@ -120,11 +100,10 @@ ALIASES = (
     "environment_rewards",
     "environment_metrics",
 )
-"""Further arguments, passed if the data has no column of that name. The last four describe conversations and their
-environments. The others have names from TRL, ms-swift and VLM-R1."""
+"""Further arguments, passed if the data has no column of that name."""
 
 ROW_ALIASES = ("prompt_id", "images", "image_path", "image_grid_thw", "problem")
-"""The arguments in `ALIASES` that describe the row. The other arguments in `ALIASES` describe the completions."""
+"""The arguments in `ALIASES` that describe the row."""
 
 RESERVED_NAMES = frozenset(
     {"zero_variance_groups", "failures", "length", "mean", "not_scorable", "reward", "std", "truncated"}
@@ -132,7 +111,7 @@ RESERVED_NAMES = frozenset(
 """Names that a reward must not have, because the logs use them for other metrics."""
 
 CONTRACT = ("prompts", "completions", "completion_ids", "finish_reasons", "image_views", *SHARED)
-"""The arguments that every reward can take, in addition to the data columns."""
+"""The arguments that every reward can take."""
 
 Content = str | Sequence[Message]
 """A prompt or completion as rewards receive it: text, or chat messages."""
@@ -148,39 +127,35 @@ ImageSize = tuple[int, int] | None
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Names of ms-swift's base classes. Rewards derived from them take text. Comparing names avoids an import of
-ms-swift."""
+"""Names of ms-swift's base classes. Comparing names avoids an import of ms-swift."""
 
 
 class Reward(ABC):
     """Base class of rewards that have settings or checks."""
 
     per_group: bool = False
-    """True if the lists that the reward gets have one element per group, instead of one per completion. The reward then
-    returns one list of G values per group."""
+    """True if the lists that the reward gets have one element per group, instead of one per completion."""
 
     says_solved: bool = False
-    """True if a value of 1 means that the completion solves its prompt, as in rewards that compare the answer with the
-    ground truth or run tests on the answer. If `model.validation.success` names no reward, validation (`val/avg@G`)
-    uses the first reward with `says_solved = True`."""
+    """True if a value of 1 means that the completion solves its prompt. If `model.validation.success` names no reward,
+    validation (`val/avg@G`) uses the first reward with `says_solved = True`."""
 
     in_process: bool = False
     """True if the reward is called in the training process, once per batch. Use True for a reward that uses a device or
     scores many completions at once."""
 
     required_columns: tuple[str, ...] = ()
-    """Data columns that the reward needs, in addition to the columns in its signature."""
+    """Further data columns that the reward needs, besides those in its signature."""
 
     optional_columns: tuple[str, ...] = ()
-    """Data columns that the reward reads if they exist, in addition to the columns in its signature."""
+    """Further data columns that the reward reads if they exist."""
 
     completions_as: CompletionsAs = "auto"
     """The form of completions that the reward takes; "auto" is the form of the prompt."""
 
     inner_rewards: tuple[WeightedReward, ...] = ()
-    """The inner rewards: rewards that this reward calls with its own arguments. Therefore this reward also gets the
-    arguments that the signatures of the inner rewards name. If an inner reward is derived from ms-swift's ORM, the
-    arguments in `ORM_ALIASES` take precedence over data columns."""
+    """Rewards that this reward calls with its own arguments. This reward also gets the arguments that the signatures of
+    the inner rewards name. This reward must call `check`, `check_row`, `warm_up` and `connect` of the inner rewards."""
 
     @property
     def name(self) -> str:
@@ -189,19 +164,10 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Score completions; an override names the arguments that it needs.
-
-        Returns:
-            [B] values, each a number or None; with `per_group`, [N] lists of G values.
-        """
+        """Score completions. Returns: [B] values, each a number or None; with `per_group`, [N] lists of G values."""
 
     def check(self, max_completion_length: int) -> None:  # noqa: B027 (most rewards have nothing to check)
         """Check the reward's settings against the settings of the run, before any weights load.
-
-        A reward that contains other rewards must also call their `check`.
-
-        Args:
-            max_completion_length: The training run's limit on the length of a completion, in tokens.
 
         Raises:
             ValueError: If the reward's settings do not fit the run.
@@ -210,13 +176,11 @@ class Reward(ABC):
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:  # noqa: B027
         """Check a row that the reward will score, before any weights load.
 
-        A reward that contains other rewards must also call their `check_row`. The method is called for every row, so it
-        must be fast and must not open files.
+        The method is called for every row, so it must be fast and must not open files.
 
         Args:
-            columns: The row's data columns. A run also passes the row's prompt as `prompts` and, if the run has an
-                environment, the role of the environment's observations as `observation_role`. If a column is missing
-                here, `__call__` gets None as the column's value for this row.
+            columns: The row's data columns. A run also passes the prompt as `prompts` and the environment's
+                `observation_role`.
             image_sizes: One per image of the row.
 
         Raises:
@@ -224,34 +188,24 @@ class Reward(ABC):
         """
 
     def warm_up(self) -> None:  # noqa: B027
-        """Prepare a worker for calls, before the time limit of its first call starts.
-
-        A reward that contains other rewards must also call their `warm_up`.
-        """
+        """Prepare a worker for calls, before the time limit of its first call starts."""
 
     async def prefetch(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027
         """Start the slow part of scoring one prompt's completions, while other prompts are still being sampled.
 
-        This method is for rewards that run in the training process and get the whole batch in one call. For example,
-        the `prefetch` of a judge on a server queries the server, and the later call uses the replies. `prefetch` gets
-        the arguments of the later call, but only for one prompt, and without the logging functions. If a subclass of
-        `GRPOLightningModule` changes completions after sampling, only the later call gets the changed completions.
-        `prefetch` runs in the event loop of asynchronous rewards. If the coroutine still runs after the batch has been
-        scored, it is cancelled. It is also cancelled if the batch is not scored at all. An error that the coroutine
-        raises is logged, and has no other effect.
+        This method is for rewards that run in the training process. `prefetch` gets the arguments of the later call,
+        but only for one prompt, and without the logging functions. If the coroutine still runs after the batch has been
+        scored, it is cancelled. An error in the coroutine is only logged.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
         """Load the reward's models. This method is called once, when the policy is loaded.
 
-        A reward that contains other rewards must also call their `connect`. By default, a reward that overrides
-        `connect` runs in the training process. With `in_process = False`, it runs in workers.
+        By default, a reward that overrides `connect` runs in the training process. With `in_process = False`, it runs
+        in workers.
 
-        A model that is loaded here is not sharded, so every rank holds a full copy, whatever the strategy. The reward
-        must not call collectives, because a rank without completions does not call the reward.
-
-        Args:
-            device: The policy's device on this rank.
+        Every rank holds a full copy of a model that is loaded here. The reward must not call collectives, because a
+        rank without completions does not call the reward.
         """
 
 
@@ -259,25 +213,22 @@ class Reward(ABC):
 class TrainerState:
     """The progress of the run, which rewards get in the argument `trainer_state`.
 
-    Objects of this class are picklable. The names of the fields are those of Lightning's Trainer and of transformers'
-    `TrainerState`.
+    The names of the fields are those of Lightning's Trainer and of transformers' `TrainerState`.
     """
 
     global_step: int
     """Completed optimizer steps."""
 
     max_steps: int
-    """Optimizer steps of the whole run, even if only `trainer.max_epochs` limits the run; -1 if this number is unknown.
-    Without `trainer.max_steps`, this number is unknown before training starts, in a run that does not train, and in a
-    run with an unknown number of steps per epoch (streams, dynamic sampling)."""
+    """Optimizer steps of the whole run; -1 if this number is unknown. Without `trainer.max_steps`, this number is
+    unknown before training starts."""
 
     epoch: float
     """`current_epoch` plus the completed fraction of the current epoch. If the number of steps per epoch is unknown,
     only `current_epoch`."""
 
     num_train_epochs: int | None
-    """Epochs of the whole run, even if only `trainer.max_steps` limits the run; `max_epochs` if this number is
-    unknown."""
+    """Epochs of the whole run; `max_epochs` if this number is unknown."""
 
     current_epoch: int
     max_epochs: int | None
@@ -286,12 +237,12 @@ class TrainerState:
 
     @property
     def is_world_process_zero(self) -> bool:
-        """Whether `global_rank` is 0, under the name that the transformers Trainer uses."""
+        """Whether `global_rank` is 0."""
         return self.global_rank == 0
 
     @classmethod
     def of(cls, trainer: Any, max_steps: int, num_train_epochs: int | None) -> TrainerState:
-        """Copy the counters of a Lightning Trainer, and add the length of the run."""
+        """Copy the counters of a Lightning Trainer."""
         loop = trainer.fit_loop
         epochs, micro_steps = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
         is_inside = epochs.started > epochs.completed  # otherwise, the micro-steps are those of the last epoch
@@ -315,22 +266,22 @@ RewardLike = Reward | Callable[..., Any]
 class WeightedReward(Reward):
     """A reward with its weight in the total, a name, and a failure policy.
 
-    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or an invalid value. A
-    value is valid if it is a finite number or None.
+    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or a value that is neither
+    a finite number nor None.
 
     Args:
         reward: The function or callable object.
         weight: Factor in the total. With 0, the reward is only computed and logged.
-        name: The name in logs. By default, this is the function's name, or the class name in snake case.
+        name: The name in logs, by default the function's name, or the class name in snake case.
         on_error: The effect of a failure. "raise" stops the run, "none" sets the affected values to None, and "value"
             sets them to `error_value`. An invalid value affects only its own completion. Any other failure affects all
-            completions of the call. With "none", the effect is that of a reward that returns None. If all completions
-            of a group have None, only the other rewards count for the group. If only some completions of a group have
-            None, these completions are not scorable, even if other rewards give them values.
-        error_value: The value of the affected completions after a failure. It is allowed only with `on_error="value"`.
-        completions_as: "text" passes completions as strings, and "messages" passes them as message lists, whatever the
-            form of the prompt. With "auto", classes derived from ms-swift's ORM or AsyncORM get text. Any other reward
-            gets the form of its attribute `completions_as` or, without this attribute, the form of the prompt.
+            completions of the call. If all completions of a group have None, only the other rewards count for the
+            group. If only some completions of a group have None, these completions are not scorable, even if other
+            rewards give them values.
+        error_value: The value after a failure. It is allowed only with `on_error="value"`.
+        completions_as: "text" passes completions as strings, "messages" as message lists. With "auto", subclasses of
+            ms-swift's ORM or AsyncORM get text. Any other reward gets the form of its attribute `completions_as` or,
+            without this attribute, the form of the prompt.
     """
 
     def __init__(
@@ -380,7 +331,7 @@ class WeightedReward(Reward):
 
     @property
     def name(self) -> str:
-        """The name in logs, which is the argument `name` or, if that is not set, the reward's own name."""
+        """The name in logs."""
         return self._name
 
     @property
@@ -402,7 +353,7 @@ class WeightedReward(Reward):
     def _read_images(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the `ImageRef`s in the arguments that the signature names by PIL images.
 
-        The images are read here, not when the arguments are built, so that no pixels are sent to workers.
+        The images are read here, so that no pixels are sent to workers.
         """
         decoded: dict[int, Image] = {}  # completions of the same prompt have the same reference
 
@@ -425,11 +376,7 @@ class WeightedReward(Reward):
         return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:
-        """Run `check` of the wrapped reward, if it is a `Reward`.
-
-        Raises:
-            ValueError: If this check fails; the message starts with the reward's name.
-        """
+        """Run `check` of the wrapped reward, if it is a `Reward`. Raises: ValueError if this check fails."""
         inner = innermost(self.reward)
         if isinstance(inner, Reward):
             try:
@@ -453,8 +400,7 @@ class WeightedReward(Reward):
     def has_prefetch(self) -> bool:
         """True if the wrapped reward overrides `Reward.prefetch`, and the override fits the reward's `__call__`.
 
-        The value is False if a subclass overrides `__call__` but not `prefetch`. The inherited `prefetch` was written
-        for the old `__call__`, so it might not fetch what the new `__call__` needs.
+        An inherited `prefetch` might not fetch what a new `__call__` needs.
         """
         inner = innermost(self.reward)
         if not isinstance(inner, Reward) or type(inner).prefetch is Reward.prefetch:
@@ -477,8 +423,8 @@ class WeightedReward(Reward):
     def may_read(self, column: str) -> bool:
         """Whether the reward may read a data column.
 
-        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` reads only the columns that its
-        signature names, and those in `required_columns` and `optional_columns`.
+        A function with `**kwargs` may read any column. A `Reward` with `**kwargs` reads only the columns that it
+        declares.
         """
         if self.names(column) or column in (*self.required_columns, *self.optional_columns):
             return True
@@ -523,12 +469,7 @@ def completion_in_form(completion: Content, form: CompletionsAs) -> Content:
 
 
 def inner_reward(reward: RewardLike, outer: str, name: str | None = None) -> WeightedReward:
-    """Wrap an inner reward, which is a reward that another reward (the outer reward) calls.
-
-    Args:
-        reward: The inner reward.
-        outer: Class name of the outer reward, for messages.
-        name: The name of the inner reward, for messages.
+    """Wrap a reward that another reward (the outer reward) calls.
 
     Raises:
         ValueError: If the inner reward takes whole groups, or has a weight or failure policy of its own.
@@ -572,10 +513,7 @@ def _belongs_here(reward: RewardLike) -> bool:
 
 
 def _name(reward: RewardLike) -> str:
-    """The default name of a reward: its `name` or `__name__`, or else its class name in snake case.
-
-    If the logs reserve this name (`RESERVED_NAMES`), the default name is `<name>_fn`.
-    """
+    """The default name of a reward; `<name>_fn` if the name is in `RESERVED_NAMES`."""
     inner = innermost(reward)
     name = getattr(inner, "name", None) or getattr(inner, "__name__", None)
     name = name if isinstance(name, str) else snake_case(type(inner).__name__)
@@ -608,12 +546,12 @@ def check_callable(reward: Any) -> None:
 
 
 def snake_case(name: str) -> str:
-    """Convert a class name to snake case: ExactMatch -> exact_match, LLMJudge -> llm_judge."""
+    """Convert a class name to snake case: LLMJudge -> llm_judge."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def innermost(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """Unwrap `functools.partial`s, which have neither the name nor the attributes of the function."""
+    """Unwrap `functools.partial`s."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return reward

@@ -11,11 +11,11 @@
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
-function's name in `fn_name`. A case without a type is a function call if it names a function. In LiveCodeBench, the key
-of the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in the `metadata` of the
-case or of the row.
+function's name in `fn_name`. A case without a type is a function call if `fn_name` is set. In LiveCodeBench, the key of
+the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in the `metadata` of the case
+or of the row.
 
-A column can also contain the JSON text of one of these objects or lists.
+A column can also hold the JSON text of these objects or lists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COMPRESSED = "eJ"
 """The first characters of zlib's default format in base64. Python test code never starts with them."""
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]+)?")
-"""A number with a point or an exponent; integers are compared as text."""
+"""A number with a point or an exponent."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,11 @@ Test = Stdin | Call | Code
 def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None = None) -> list[Test]:
     """Read the tests in a value of a data row.
 
-    Args:
-        value: The value of a column, in one of the formats that this module's docstring lists.
-        column: The column's name, for errors.
-        setup: Code to run before test code.
-        entry_point: For test code, the Python expression that is passed to its function `check`. For a case, the name
-            of the function to call if the case itself names none.
+    For test code, `entry_point` is the Python expression that is passed to its function `check`. For a case without a
+    function's name, `entry_point` is the function to call.
 
     Raises:
-        ValueError: If `value` has another format.
+        ValueError: If `value` has no format of this module's docstring.
     """
     try:
         return list(_read(value, setup, entry_point))
@@ -111,7 +107,7 @@ def read_code(value: Any, column: str) -> str:
 def read_entry_point(value: Any, column: str) -> str | None:
     """Read the entry point of a row.
 
-    The value can be text, None, or an object with the name in `func_name`. It can also be the object's JSON text.
+    The value can be text, None, or an object (or its JSON text) with the name in `func_name`.
 
     Raises:
         ValueError: If `value` has another format.
@@ -127,7 +123,7 @@ def read_entry_point(value: Any, column: str) -> str | None:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether a text is a Python name, attribute or call: `twoSum`, `Solution().twoSum`."""
+    """Whether a text is a Python name, attribute or call."""
     try:
         return isinstance(ast.parse(text.strip(), mode="eval").body, ast.Name | ast.Attribute | ast.Call)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -135,11 +131,11 @@ def _is_expression(text: str) -> bool:
 
 
 class _FormatError(Exception):
-    """A problem with a value. The message continues a sentence that starts with "column <name>"."""
+    """A problem with a value; its message follows "column <name>"."""
 
 
 def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
-    """Yield the tests in a value. Raises: _FormatError."""
+    """Yield the tests in a value."""
     value = _to_lists(value)
     if isinstance(value, str):
         value = _from_text(value)
@@ -158,7 +154,7 @@ def _read(value: Any, setup: str, entry_point: str | None) -> Iterator[Test]:
 
 
 def _from_text(text: str) -> Any:
-    """Decompress a compressed text. Parse the text if it is JSON (starts with "{" or "["), else return it unchanged."""
+    """Decompress a text if it is compressed, and parse JSON."""
     if text.startswith(_COMPRESSED):
         text = _decompress(text)
     if not text.lstrip().startswith(("{", "[")):
@@ -177,7 +173,7 @@ class _TextUnpickler(pickle.Unpickler):
 
 
 def _decompress(text: str) -> str:
-    """Decode a text that LiveCodeBench compressed: base64 of zlib of a pickled text. Raises: _FormatError."""
+    """Decode a text that LiveCodeBench compressed: base64 of zlib of a pickled text."""
     try:
         found = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
     except (ValueError, EOFError, zlib.error, pickle.UnpicklingError) as error:
@@ -188,7 +184,7 @@ def _decompress(text: str) -> str:
 
 
 def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None) -> Iterator[Test]:
-    """Yield the tests of an object. Raises: _FormatError."""
+    """Yield the tests of an object."""
     language = value.get("language") or "python"
     if not str(language).lower().startswith("python"):
         raise _FormatError(f"must hold tests of Python programs, got the language {language!r}")
@@ -213,7 +209,7 @@ def _from_mapping(value: Mapping[str, Any], setup: str, entry_point: str | None)
 
 
 def _case(case: Mapping[str, Any], entry_point: str | None) -> Test:
-    """Read a case with an input and an output. Raises: _FormatError."""
+    """Read a case with an input and an output."""
     if "input" not in case or "output" not in case:
         raise _FormatError(f"must hold cases with 'input' and 'output', got one with {list(case)!r}")
     kind = case.get("type") or case.get("testtype")
@@ -244,7 +240,7 @@ def _case(case: Mapping[str, Any], entry_point: str | None) -> Test:
 
 
 def _function_name(metadata: Any) -> Any:
-    """The function's name in the metadata of a case: an object, its JSON text, or None. Raises: _FormatError."""
+    """The function's name in the metadata of a case."""
     try:
         details = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata or {}
         return details.get("func_name")
@@ -253,12 +249,12 @@ def _function_name(metadata: Any) -> Any:
 
 
 def _from_json(text: str) -> Any:
-    """Parse JSON with integers of any length. Raises: ValueError, RecursionError."""
+    """Parse JSON with integers of any length."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else int(Decimal(digits)))
 
 
 def _lines(value: Any) -> str:
-    """Join a list of lines; text is returned unchanged. Raises: _FormatError."""
+    """Join a list of lines; text is returned unchanged."""
     if isinstance(value, list) and all(isinstance(line, str | int | float) for line in value):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
@@ -278,7 +274,7 @@ def _to_lists(value: Any) -> Any:
 
 
 def _code(setup: str, code: str, entry_point: str | None) -> Code:
-    """Parse test code, and find the names that the program has to define. Raises: _FormatError."""
+    """Parse test code, and find the names that the program has to define."""
     try:
         tree = ast.parse(f"{setup}\n{code}")
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -351,7 +347,7 @@ def _imported_modules(tree: ast.Module) -> set[str]:
 
 
 def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
-    """The first builtin function that an assert calls: `assert sum(10, 15) == 6` tests the program's own `sum`."""
+    """The first builtin that an assert calls: `assert sum(10, 15) == 6` tests the program's own `sum`."""
     for statement in tree.body:
         if isinstance(statement, ast.Assert):
             for node in ast.walk(statement):
@@ -364,13 +360,7 @@ def _shadowed_builtin(tree: ast.Module) -> Iterator[str]:
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare printed texts word by word in each line, and ignore blank lines and the number of spaces.
-
-    Args:
-        given: The program's output.
-        expected: The expected output.
-        tolerance: As in `same_word`.
-    """
+    """Compare printed texts word by word in each line, and ignore blank lines and the number of spaces."""
     lines = [[line.split() for line in text.split("\n") if line.strip()] for text in (given, expected)]
     if [len(words) for words in lines[0]] != [len(words) for words in lines[1]]:
         return False
@@ -381,8 +371,7 @@ def same_output(given: str, expected: str, tolerance: float) -> bool:
 def same_word(given: str, expected: str, tolerance: float) -> bool:
     """Whether two words are equal as text, or as decimal numbers.
 
-    Decimal numbers are equal if |given - expected| <= tolerance * max(1, |expected|). Only an `expected` with a point
-    or an exponent is compared as a number. Integers and all other words must be equal as text.
+    Only an `expected` with a point or an exponent is compared as a number (`is_close`).
     """
     if given == expected:
         return True
@@ -397,12 +386,8 @@ def same_word(given: str, expected: str, tolerance: float) -> bool:
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
     """Compare a returned value with a value from JSON.
 
-    A tuple equals a list with equal items. The keys of dictionaries are compared as text.
-
-    Args:
-        given: A value of builtin types.
-        expected: A value from JSON.
-        tolerance: Floats are equal if |given - expected| <= tolerance * max(1, |expected|).
+    A tuple equals a list with equal items. The keys of dictionaries are compared as text. Floats are compared by
+    `is_close`.
     """
     if isinstance(given, tuple | list) and isinstance(expected, list):
         pairs = zip(given, expected, strict=False)
@@ -427,13 +412,7 @@ def is_close(given: float, expected: float, tolerance: float) -> bool:
 
 
 def accepts(call: Call, value: Any, tolerance: float) -> bool:
-    """Whether a call returned one of the accepted values.
-
-    Args:
-        call: The call, with its accepted values.
-        value: The value that the call returned.
-        tolerance: As in `same_value`.
-    """
+    """Whether a call returned one of the accepted values."""
     try:
         return any(same_value(value, wanted, tolerance) for wanted in call.accepted)
     except (RecursionError, ValueError):  # nested too deeply, or an integer key has too many digits for `str`
@@ -441,7 +420,7 @@ def accepts(call: Call, value: Any, tolerance: float) -> bool:
 
 
 def largest_output(test: Stdin | Call) -> int:
-    """Maximum size of a test's output, in bytes, with room for more spaces or for another encoding of the values."""
+    """Maximum size of a test's output, in bytes, with room to spare."""
     if isinstance(test, Stdin):
         return 65536 + 12 * len(test.expected.encode("utf-8", "surrogatepass"))
     return 65536 + 3 * max(len(values.pack_frame(values.encode(value, values.refuse))) for value in test.accepted)

@@ -5,11 +5,10 @@ sockets and other processes. Programs cannot read the expected answers:
 
 - The reward's process compares standard output and returned values with the expected ones.
 - Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The
-  returned values reach the test code as copies, which have builtin types only. Therefore a program cannot pass by
-  patching `==` or a builtin, or by ending its process with status 0.
+  returned values reach the test code as copies of builtin types. Therefore a program cannot pass by patching `==` or a
+  builtin, or by ending its process with status 0.
 
-A program can still pass without solving the problem. For example, it can recognize the arguments of the tests. If the
-row's prompt contains the expected answers, the program can print them.
+A program can still recognize the arguments of the tests.
 """
 
 from __future__ import annotations
@@ -55,62 +54,55 @@ class Result:
 
     value: float | None
     text: str
-    """The text in the log of completions: the number of passed tests, and the reason for the first failure."""
+    """The text in the log of completions."""
 
     timed_out: bool = False
     problem: str = ""
-    """Why the program is not scorable; empty if the program is scorable."""
+    """Why the program is not scorable, or empty."""
 
 
 class CodeTests(Reward):
     """The fraction of the row's tests that the completion's Python program passes, 0 to 1.
 
-    `python_program` finds the program in the completion. A completion without a program gets 0.
+    A completion without a program (`python_program`) gets 0.
 
     The module `code_rows` lists the data formats. There are three kinds of tests:
 
     - Standard input and output: the test passes if the program ends with status 0 and prints the expected words, line
       by line.
     - Function call: the test passes if the program's function returns the expected value.
-    - Test code (`assert f(1) == 2`): the test passes if the code raises nothing. The code can use the program's
-      functions and classes by name. Arguments and returned values are copied between the process of the test and that
-      of the program.
+    - Test code (`assert f(1) == 2`): the test passes if the code raises nothing.
 
-    Each test runs in new processes, in a sandbox without access to the network or to other processes. The only files
-    that can be read in the sandbox are the standard library, the system's shared libraries and four system files. Only
-    one of them, `/dev/null`, can be written. The sandbox needs Linux 5.13 or later with Landlock, on x86_64 or aarch64.
-    It needs no privileges. On any other system, the run is refused. With `allow_file_reads`, Landlock is not required.
+    Each test runs in new processes, in a sandbox without network. Programs can read only the standard library, the
+    system's shared libraries and four system files. They can write only `/dev/null`. The sandbox needs Linux 5.13 or
+    later with Landlock, on x86_64 or aarch64. It needs no privileges. On any other system, the run is refused.
 
-    The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and the fraction of
-    completions with a test that ran out of time (`reward/code_tests/timed_out`). Rows without tests do not count in
-    these fractions. The log of completions gets a column `code_tests` with the number of passed tests and the reason
-    for the first failure.
+    The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and with a test that
+    ran out of time (`reward/code_tests/timed_out`). The log of completions gets a column `code_tests` with the number
+    of passed tests and the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
-            `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]`
-            (LiveCodeBench), `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. The reward
-            does not apply to a row in which no column of `tests_columns` has a value.
+            `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]` (LiveCodeBench),
+            `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. The reward does not apply
+            to a row without any value.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
         entry_point_column: The data column with the name of the program's function: `entry_point` (HumanEval) or
-            `metadata` (LiveCodeBench). In HumanEval, the test code defines a function `check`, and the program's
-            function is passed to `check` as its argument. In LiveCodeBench, the tests call the program's function.
+            `metadata` (LiveCodeBench).
         score: "fraction" is the fraction of the tests that pass. "all" is 1 if all tests pass, else 0.
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds the limit, the remaining
-            tests of the program count as failed. The limit in CPU time is at most one second longer.
-        call_seconds: Time for all programs in one call of the reward (the G completions of a prompt). When a program
-            starts, the time that is left is divided equally among this program and those after it. A test that has not
-            ended when its program's share is used up counts as failed. Keep `call_seconds` below
-            `model.reward_workers.timeout_seconds`.
+            tests of the program count as failed.
+        call_seconds: Time for all programs in one call (the G completions of a prompt). The rest of the time is divided
+            equally among the programs that have not run yet. A test that exceeds its program's share counts as failed.
+            Keep `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
-            expected number. Printed integers must be equal as text. If `tolerance` is 0, printed decimal numbers must
-            be equal as text, too.
-        preamble: Code that runs before the code of every program. The default imports the type names that LeetCode
-            solutions use without importing them.
+            expected number. Printed integers must be equal as text. With 0, so must printed decimal numbers.
+        preamble: Code that runs before the code of every program. The default imports type names for LeetCode
+            solutions.
         allow_file_reads: Run programs even if the kernel has no Landlock. Programs can then read every file of this
-            user, so set this only in a container that holds nothing secret.
+            user. Set this only in a container that holds nothing secret.
     """
 
     says_solved = True
@@ -165,19 +157,12 @@ class CodeTests(Reward):
     ) -> list[float | None]:
         """Run the programs of completions on their tests.
 
-        Args:
-            completions: [B].
-            log_extra: Function that adds a column to the log of completions (`completions.jsonl`).
-            log_metric: Function that logs a metric.
-            columns: [B] values of each data column.
-
         Returns:
-            [B] values, 0 to 1; None where the row has no tests, or where test code calls the program with an argument
-            that cannot be copied.
+            [B] values, 0 to 1; None where the row has no tests, or where an argument of a call cannot be copied.
 
         Raises:
             ValueError: If a row's tests are in no known format.
-            SandboxError: If the sandbox itself fails, and the program is not the cause.
+            SandboxError: If the sandbox itself fails.
         """
         rows = [{name: columns[name][row] for name in self.required_columns} for row in range(len(completions))]
         programs = [python_program(completion_text(completion)) for completion in completions]
@@ -194,7 +179,7 @@ class CodeTests(Reward):
         return [None if result is None else result.value for result in results]
 
     def check(self, max_completion_length: int) -> None:
-        """Start a sandbox and try to break out of it. Raises: ValueError if the sandbox does not work here."""
+        """Try to break out of a sandbox. Raises: ValueError if the sandbox does not work here."""
         try:
             possible = check_sandbox(self.limits)
         except SandboxError as error:
@@ -211,7 +196,7 @@ class CodeTests(Reward):
         self._tests({name: columns.get(name) for name in self.required_columns})
 
     def _tests(self, row: Mapping[str, Any]) -> list[Test]:
-        """Read the tests of a row; none if all its columns are empty. Raises: ValueError if the format is unknown."""
+        """Read the tests of a row; none if all its columns are empty."""
         setup = "" if self.setup_column is None else read_code(row[self.setup_column], self.setup_column)
         column = self.entry_point_column
         entry_point = None if column is None else read_entry_point(row[column], column)
@@ -222,7 +207,7 @@ class CodeTests(Reward):
         return tests[: self.max_tests]
 
     def _run_all(self, programs: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[Result | None]:
-        """Run programs one by one; equal programs of a row run once. Returns: [B], None where a row has no tests."""
+        """Run programs one by one; equal programs of a row run once."""
         stop = time.monotonic() + self.call_seconds
         results: list[Result | None] = []
         known: dict[str | None, Result | None] = {}
@@ -237,13 +222,7 @@ class CodeTests(Reward):
         return results
 
     def _run(self, program: str | None, tests: Sequence[Test], seconds: float) -> Result:
-        """Run a program on tests.
-
-        Args:
-            program: Code of the program; None if the completion has no program.
-            tests: The tests of the row.
-            seconds: Time for all tests together.
-        """
+        """Run a program on tests, within a time in seconds for all of them."""
         if program is None:
             return Result(0.0, "no program")
         stop = time.monotonic() + seconds
@@ -267,7 +246,6 @@ class CodeTests(Reward):
         return Result(value, f"{passed} of {len(tests)} passed{failure}", timed_out)
 
     def _test(self, sandbox: Sandbox, test: Test, codes: Sequence[Mapping[str, Any]], seconds: float) -> Verdict:
-        """Run a test."""
         if isinstance(test, Code):
             ended, outcome, why = sandbox.judge(codes.index(vars(test)), seconds=seconds)
             if outcome in ("passed", "unsupported"):
@@ -288,26 +266,23 @@ class CodeTests(Reward):
 
 
 def _readable(text: str) -> str:
-    """The first 300 characters of a text that a program may have written; unprintable characters become escapes."""
+    """The first 300 characters of a text; unprintable characters become escapes."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:300])
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether the value of a column is missing: None or blank text."""
+    """Whether a value is None or blank text."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def python_program(text: str) -> str | None:
     """Extract the program of a completion; None if there is none.
 
-    Only the text after the reasoning is searched. Fenced blocks without a closing fence are ignored. The program is the
-    first of these that exists:
+    Only the text after the reasoning is searched. The program is the first of these that exists:
 
     1. the last block with the language python,
     2. the last block without a language,
     3. if there is no block at all, the content of the last `<answer>...</answer>`.
-
-    (open-r1 and ms-swift read the last python block of the whole text. verl reads the last one after the reasoning.)
     """
     text = after_reasoning(text)
     blocks = fenced_blocks(text)
@@ -322,8 +297,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """The language (in lower case) and the content of each closed fenced block of a text.
 
     An opening fence is at the start of a line, or after a tag or colon (`<answer>```python`). A closing fence is at the
-    start of a line, and a tag may follow it. If the opening fence and all lines of the content are indented, as in a
-    list, the indentation of the fence is removed from the content.
+    start of a line, and a tag may follow it. The indentation of a block in a list is removed.
     """
     blocks: list[tuple[str, str]] = []
     language, fence, indent = "", "", ""
@@ -344,7 +318,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _opening(line: str) -> tuple[str, str] | None:
-    """The opening fence at the end of a line: its backticks, and the language."""
+    """The backticks and the language of an opening fence at the end of a line."""
     before, marks, word = line.rpartition("```")
     language = word.strip().lower()
     start = before.rstrip("`")

@@ -15,7 +15,7 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_t
 Uses = Literal["all", "some"]
 
 MAX_CHARACTERS = 1000
-"""Longer texts are not parsed. This bounds the depth of the tree that Python's parser builds."""
+"""Longer texts are not parsed, which bounds the depth of the parsed tree."""
 
 MAX_DIGITS = 20
 """Longer numbers are not parsed."""
@@ -40,11 +40,10 @@ class Countdown(Reward):
 
     The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly, so 1/3*3 is 1. It can
     also have `\times`, `\cdot`, `\div` and `\frac{...}{...}` of LaTeX. The expression can be followed by `= target` and
-    a full stop. Any other answer is wrong. Answers are never executed as code, so `99**98**97` takes no time and is a
-    wrong answer.
+    a full stop. Answers are never executed as code.
 
-    With the defaults, the task is that of TinyZero (data columns `nums` and `target`). TinyZero's own reward calls
-    Python's `eval`, which hangs on `99**98**97`. With `uses="some"`, the task is `countdown` of reasoning-gym.
+    With the defaults, the task is that of TinyZero (data columns `nums` and `target`). With `uses="some"`, the task is
+    `countdown` of reasoning-gym.
 
     Args:
         numbers_column: The data column with the numbers that can be used.
@@ -64,10 +63,6 @@ class Countdown(Reward):
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
         """Score completions.
 
-        Args:
-            completions: [B].
-            columns: [B] values of each data column.
-
         Returns:
             [B], each 0 or 1, None where the row has no target.
 
@@ -78,11 +73,10 @@ class Countdown(Reward):
         return [self._score(completion_text(completion), numbers, target) for completion, numbers, target in rows]
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the numbers and target of a row. Raises: ValueError if a call with this row would raise one."""
+        """Check the numbers and target of a row. Raises: ValueError if they are invalid."""
         self._task(columns.get(self.numbers_column), columns.get(self.target_column))
 
     def _score(self, text: str, numbers: Any, target: Any) -> float | None:
-        """Score one completion."""
         task = self._task(numbers, target)
         if task is None:
             return None
@@ -99,7 +93,7 @@ class Countdown(Reward):
         return float(used == allowed if self.uses == "all" else used <= allowed)
 
     def _task(self, numbers: Any, target: Any) -> tuple[Counter[int], int] | None:
-        """Read the numbers and target of a row; None if it has no target. Raises: ValueError if they are invalid."""
+        """Read the numbers and target of a row; None if it has no target."""
         if target is None:
             return None
         numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
@@ -122,7 +116,7 @@ def without_delimiters(text: str) -> str:
 
 
 def from_latex(text: str) -> str:
-    r"""Replace the operators and fractions of LaTeX. For example, `\frac{1}{2} \times 3` becomes "((1)/(2)) * 3"."""
+    r"""Replace the operators and fractions of LaTeX. `\frac{1}{2} \times 3` becomes "((1)/(2)) * 3"."""
     if len(text) > MAX_CHARACTERS:
         return text
     text = _LATEX_SIZE.sub("", _LATEX_SIGN.sub(lambda found: _LATEX_SIGNS[found[0]], text))
@@ -135,15 +129,9 @@ def from_latex(text: str) -> str:
 def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[int]]:
     """Evaluate an expression of integers, + - * / and parentheses, exactly and without executing it.
 
-    Args:
-        text: The expression, which is untrusted text.
-        max_numbers: Maximum count of numbers in the expression. This bounds the size of the expression's value.
-
     Returns:
         (The value of the expression, the count of each number in it). The value is None if the text is not such an
-        expression, for example because it has powers, decimals, words, two signs in a row or an extra operator. The
-        value is also None if the text is too long, if there are too many numbers, if a number is too long, or if the
-        expression divides by 0.
+        expression (powers, decimals, words, two signs in a row), exceeds a limit, or divides by 0.
     """
     text = " ".join(text.translate(_SIGNS).split())
     numbers = re.findall(r"[0-9]+", text) if len(text) <= MAX_CHARACTERS else []
@@ -159,7 +147,7 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Evaluate a parsed expression. Raises: SyntaxError if it has other nodes; ZeroDivisionError if it divides by 0."""
+    """Evaluate a parsed expression. Raises: SyntaxError; ZeroDivisionError."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -170,6 +158,6 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a value is an integer; 72.0 is one, because JSON has one kind of number."""
+    """Whether a value is an integer, such as 72 or 72.0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value == value and abs(value) < 1e15 and value == int(value)

@@ -24,30 +24,16 @@ class EnvironmentReward(Reward):
     def __call__(
         self, completions: Sequence[Content], environment_rewards: Sequence[float | None], **columns: Any
     ) -> list[float | None]:
-        """Give each completion the sum of the environment's rewards in its conversation.
-
-        Args:
-            completions: [B].
-            environment_rewards: [B] sums of the environment's rewards, one sum per conversation; None for a
-                conversation in which the environment gave no reward.
-            columns: [B] values of each data column.
-
-        Returns:
-            [B] the same sums, with `default` in place of None.
-        """
+        """Score conversations. Returns: [B] sums of the environment's rewards, `default` where there is none."""
         return [self.default if reward is None else reward for reward in environment_rewards]
 
 
 class ToolUse(Reward):
     """1 if a tool was run in the conversation, else 0.
 
-    With weight 0, the reward only logs the fraction of conversations in which a tool was run.
-
-    A tool counts as run even if it raised an error, took too long or crashed. In the metrics
-    `environment/calls/<outcome>`, a call that ran a tool has the outcome `ok`, `exception`, `timeout` or `crash`. A
-    refused call runs no tool. A call is refused if it is malformed, names an unknown tool, has wrong arguments, or
-    exceeds the maximum number of calls. If the environment logs neither of the metrics `calls` and `used_tools`, a tool
-    counts as run if the conversation has a message of the role "tool".
+    A tool counts as run even if it raised an error, took too long or crashed. No tool runs if the call is malformed,
+    names an unknown tool, has wrong arguments, or exceeds the maximum number of calls. If the environment logs neither
+    of the metrics `calls` and `used_tools`, a tool counts as run if the conversation has a message of the role "tool".
     """
 
     def __call__(
@@ -57,17 +43,7 @@ class ToolUse(Reward):
         environment_metrics: Sequence[Mapping[str, float]],
         **columns: Any,
     ) -> list[float]:
-        """Give each completion 1 if a tool was run in its conversation, else 0.
-
-        Args:
-            completions: [B].
-            turns: [B] the turns of each conversation.
-            environment_metrics: [B] dicts with the sums of the numbers that the environment logs.
-            columns: [B] values of each data column.
-
-        Returns:
-            [B] 0 or 1.
-        """
+        """Score conversations. Returns: [B] 0 or 1."""
         return [float(_has_run(*each)) for each in zip(turns, environment_metrics, strict=True)]
 
 
@@ -76,7 +52,6 @@ RUN = ("ok", "exception", "timeout", "crash")
 
 
 def _has_run(turns: Sequence[Any] | None, metrics: Mapping[str, float]) -> bool:
-    """Whether a tool was run."""
     if "calls" in metrics or "used_tools" in metrics:
         return any(metrics.get(f"calls/{outcome}", 0) > 0 for outcome in RUN)
     return any(turn.role == "tool" for turn in turns or ())

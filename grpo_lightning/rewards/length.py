@@ -46,18 +46,10 @@ class Length(Reward):
         return "length_reward"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
-        """Score lengths.
-
-        Args:
-            completion_ids: [B] lists of token ids.
-
-        Returns:
-            [B] in [0, 1].
-        """
+        """Score lengths. Returns: [B] in [0, 1]."""
         return [self._score(len(ids)) for ids in completion_ids]
 
     def _score(self, tokens: int) -> float:
-        """Score a completion of this length."""
         beyond = 0 if self.max_tokens is None else tokens - self.max_tokens
         outside = max(self.min_tokens - tokens, beyond, 0)
         return max(0.0, 1 - outside / self.falloff_tokens)
@@ -90,22 +82,13 @@ class SoftOverlong(Reward):
     def __call__(
         self, completion_ids: Sequence[Sequence[int]], max_completion_length: int | None = None, **_: Any
     ) -> list[float | None]:
-        """Score lengths.
-
-        Args:
-            completion_ids: [B] lists of token ids.
-            max_completion_length: The training run's limit on the length of a completion, in tokens; not used if
-                `max_length` is set.
-
-        Returns:
-            [B] in [-1, 0].
-        """
+        """Score lengths. Returns: [B] in [-1, 0]."""
         limit = self._limit(max_completion_length)
         beyond = [len(ids) - (limit - self.cache_length) for ids in completion_ids]
         return [max(-1.0, min(0.0, -tokens / self.cache_length)) for tokens in beyond]
 
     def _limit(self, max_completion_length: int | None) -> int:
-        """The length with a punishment of -1. Raises: ValueError if unknown, or not above `cache_length`."""
+        """The length with a punishment of -1."""
         limit = _limit(self.max_length, max_completion_length, "SoftOverlong needs max_length")
         if limit <= self.cache_length:
             raise ValueError(
@@ -122,8 +105,7 @@ class Cosine(Reward):
 
     The reward goes from start (`min_len_correct` or `min_len_wrong`) at length 0 to end (`max_len_correct` or
     `max_len_wrong`) at length T, and is constant beyond T (Yeo et al., arXiv:2502.03373, app. C.1). The defaults are
-    those of ms-swift. TRL's `get_cosine_scaled_reward` has `min_len_wrong=-1, max_len_wrong=-0.5` and no default for
-    `max_len`. VLM-R1's `length` has `max_len=1024` and treats every answer as correct.
+    those of ms-swift.
 
     Args:
         min_len_correct: Reward of a correct answer of length 0.
@@ -132,7 +114,7 @@ class Cosine(Reward):
         max_len_wrong: Reward of a wrong answer of length T.
         max_len: T, in tokens; None uses the run's `max_completion_length`.
         accuracy: The reward that decides which answers are correct, by default `Accuracy()`. An answer is correct if
-            `accuracy` gives it at least 1. If `accuracy` gives None, `Cosine` gives None too.
+            `accuracy` gives it at least 1.
     """
 
     def __init__(
@@ -182,18 +164,7 @@ class Cosine(Reward):
         max_completion_length: int | None = None,
         **others: Any,
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Score completions.
-
-        Args:
-            completions: [B].
-            completion_ids: [B] lists of token ids.
-            max_completion_length: The training run's limit on the length of a completion, in tokens. If `max_len` is
-                None, T is this limit.
-            others: Further arguments of `accuracy`.
-
-        Returns:
-            [B] rewards; None for each completion to which `accuracy` gives None.
-        """
+        """Score completions. Returns: [B] rewards; None where `accuracy` gives None."""
         limit = _limit(self.max_len, max_completion_length, "Cosine needs max_len")
         lengths = [len(ids) for ids in completion_ids]
         values = self.accuracy(
@@ -216,7 +187,7 @@ class Cosine(Reward):
         return [None if value is None else self._score(float(value), tokens, limit) for value, tokens in pairs]
 
     def _score(self, accuracy: float, tokens: int, limit: int) -> float:
-        """Score one completion; NaN stays NaN, so that the failure policy handles it."""
+        """Score one completion; NaN stays NaN, for the failure policy."""
         if math.isnan(accuracy):
             return accuracy
         start, end = self.correct if accuracy >= 1 else self.wrong
@@ -224,7 +195,7 @@ class Cosine(Reward):
 
 
 def _limit(own: int | None, of_run: int | None, needs: str) -> int:
-    """The reward's own length limit or, if it is None, that of the run. Raises: ValueError if both are None."""
+    """The reward's own length limit or, if it is None, that of the run."""
     limit = of_run if own is None else own
     if limit is None:
         raise ValueError(f"{needs}: it is None, and the call has no max_completion_length either.")

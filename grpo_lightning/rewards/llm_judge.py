@@ -37,7 +37,7 @@ Reply with one line and nothing else, "Score: x", x being 1 if the answer means 
 does not, and a number between for an answer that is partly right."""
 
 LONGEST_PAUSE_SECONDS = 60.0
-"""The longest time that the client waits before a retry."""
+"""The longest wait of the client before a retry."""
 
 _PLACES = re.compile(r"\{(question|right|given)\}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
@@ -52,11 +52,10 @@ class Queries:
     """Limits the number of concurrent queries."""
 
     early: dict[str, list[asyncio.Task[str | Exception]]] = field(default_factory=dict)
-    """Queries that `LLMJudge.prefetch` has started and that no call of the reward has taken over yet, by the text that
-    is sent to the judge."""
+    """Queries that `LLMJudge.prefetch` has started, by the text that is sent to the judge."""
 
     client: AsyncOpenAI | None = None
-    """The client, which keeps its connections to the endpoint. None while no call runs."""
+    """None while no call runs."""
 
     num_running: int = 0
     """Number of calls that use the client."""
@@ -66,36 +65,29 @@ class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
     The judge gets the question, the ground truth and the answer of the completion. The question is the text of the
-    prompt. For a chat, the question is the text of the last message. If this is an assistant message that the
-    completion continues, the question is the text of the message before it. The answer is the content of the last
-    `<answer>...</answer>`. Without these tags, it is the content of the last `\boxed{...}` after the reasoning. Without
-    a box, it is the whole text after the reasoning. The judge is queried concurrently for all completions of a batch,
-    while other rewards run. The queries for a prompt start as soon as its completions are sampled, even while other
-    prompts are still being sampled.
+    prompt or, for a chat, of the last message. The answer is the content of the last `<answer>...</answer>`. Without
+    these tags, it is the last `\boxed{...}` after the reasoning, or else the whole text after the reasoning.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a
-    batch fail (wrong address, key or model). It also raises an error if no reply of a batch has a score, and no earlier
-    reply had a score. The probable cause is a `prompt` that requests another form of reply. `WeightedReward.on_error`
-    decides what happens after an error. VLM-R1 uses a fixed model, queries it for one completion at a time, and sets no
-    time limit. If a query fails, VLM-R1 gives 1 if the text of the answer equals the ground truth, else 0.
+    batch fail (wrong address, key or model). It also raises an error if no reply so far has a score. The probable cause
+    is `prompt`.
 
     Args:
         model: The name of the model at the endpoint.
-        base_url: The endpoint, such as `http://localhost:8000/v1`. None uses the value of the environment variable
-            `OPENAI_BASE_URL` or, if this variable is not set, OpenAI's endpoint.
+        base_url: The endpoint, such as `http://localhost:8000/v1`. None uses the environment variable `OPENAI_BASE_URL`
+            or, if it is not set, OpenAI's endpoint.
         api_key_env: The environment variable with the API key. It may be unset for your own endpoint.
         answer_column: The data column with the ground truth (see `Method`). The reward does not apply to a row without
             ground truth. If `prompt` has no `{right}`, the column is not read, and the reward applies to every row.
-        prompt: The prompt for the judge. In it, `{question}`, `{right}` (the ground truth) and `{given}` (the answer)
-            are replaced by the texts. It must request a reply with the line `Score: x` (or `Reward: x`), or with
-            nothing but the number x, from 0 to 1.
-        temperature: Sampling temperature of the reply; None uses the endpoint's default, which some reasoning models
-            require.
-        timeout_seconds: Time limit for the connection, and for each wait for data from the endpoint. All attempts of a
-            query together take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
+        prompt: The prompt for the judge. `{question}`, `{right}` (the ground truth) and `{given}` (the answer) are
+            replaced. The prompt must request a reply with the line `Score: x` (or `Reward: x`), or with nothing but the
+            number x, from 0 to 1.
+        temperature: Sampling temperature; None uses the endpoint's default, which some reasoning models require.
+        timeout_seconds: Time limit for the connection, and for each wait for data. All attempts of a query together
+            take at most (`timeout_seconds` + 60) * (`max_retries` + 1) seconds.
         max_retries: Number of retries after a timeout, a lost connection, too many requests or a server error.
-        concurrency: Maximum number of concurrent queries per rank, over all batches and prompts.
+        concurrency: Maximum number of concurrent queries per rank.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -141,11 +133,11 @@ class LLMJudge(AnswerReward):
         self._has_scored = False
 
     def check(self, max_completion_length: int) -> None:
-        """Check that the API key is set, if the endpoint is OpenAI's. Raises: ValueError if the key is missing."""
+        """Check the API key. Raises: ValueError if it is missing and the endpoint is OpenAI's."""
         self._api_key()
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground truth if `prompt` has `{right}`. Raises: ValueError if the value is not text or a number."""
+        """Check the ground truth, if it is used. Raises: ValueError if it is not text or a number."""
         if self.required_columns:
             super().check_row(columns, image_sizes)
 
@@ -153,12 +145,6 @@ class LLMJudge(AnswerReward):
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
         """Query the judge.
-
-        Args:
-            prompts: [B].
-            completions: [B].
-            log_metric: Logs a metric.
-            columns: [B] values of each data column.
 
         Returns:
             [B] scores in [0, 1]; None for a row without ground truth, and for a completion without a score.
@@ -177,7 +163,7 @@ class LLMJudge(AnswerReward):
         return values
 
     async def prefetch(self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Any) -> None:
-        """Query the judge for the completions of one prompt, so that the later call can use the replies."""
+        """Query the judge for the completions of one prompt, for the later call."""
         questions = list(self._questions(prompts, completions, columns).values())
         if not questions:
             return
@@ -198,7 +184,7 @@ class LLMJudge(AnswerReward):
     def _questions(
         self, prompts: Sequence[Content], completions: Sequence[Content], columns: Mapping[str, Any]
     ) -> dict[int, str]:
-        """Make the prompt for the judge, for each row that the reward applies to. Returns: the prompts by row."""
+        """Make the prompts for the judge, by row."""
         answers = columns[self.answer_column] if self.required_columns else [None] * len(completions)
         golds = [gold_answer(answer, self.answer_column) for answer in answers]
         return {
@@ -208,7 +194,7 @@ class LLMJudge(AnswerReward):
         }
 
     def _question(self, question: str, right: str, given: str) -> str:
-        """Fill in the prompt for the judge, in one pass, so that placeholders inside a completion are not replaced."""
+        """Fill in the prompt in one pass, so that placeholders inside a completion are not replaced."""
         texts = {"question": question, "right": right, "given": given}
         return _PLACES.sub(lambda place: texts[place[1]], self.prompt)
 
@@ -231,7 +217,7 @@ class LLMJudge(AnswerReward):
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[AsyncOpenAI]:
-        """A client that concurrent calls share; the last call that ends closes it."""
+        """A client that concurrent calls share; the last of them closes it."""
         from openai import AsyncOpenAI
 
         shared = self._of_loop()
@@ -255,16 +241,15 @@ class LLMJudge(AnswerReward):
         return self._queries
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy without the queries, which belong to an event loop of this process."""
+        """Pickle and copy without the queries, which belong to an event loop."""
         return vars(self) | {"_queries": None}
 
     async def _query(self, client: AsyncOpenAI, question: str) -> str | Exception:
-        """Get one reply, or the error, once fewer than `concurrency` other queries are running."""
+        """Get one reply, or the error, within the limit on concurrency."""
         async with self._of_loop().free:
             return await self._reply(client, question)
 
     async def _reply(self, client: AsyncOpenAI, question: str) -> str | Exception:
-        """Get one reply, or the error."""
         from openai import OpenAIError
 
         settings: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
@@ -280,7 +265,7 @@ class LLMJudge(AnswerReward):
         return reply_text(found)
 
     def _report(self, replies: Sequence[str | Exception], scores: Sequence[float | None], log_metric: Any) -> None:
-        """Warn about failed queries and log their fraction. Raises: RuntimeError as described in `__call__`."""
+        """Warn about failed queries and log their fraction."""
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         first_error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""  # a time-out has no text
         silent = [r for r, score in zip(replies, scores, strict=True) if score is None and isinstance(r, str)]
@@ -310,7 +295,6 @@ class LLMJudge(AnswerReward):
             log_metric(f"{self.name}/failed", (len(errors) + len(silent)) / len(replies))
 
     def _api_key(self) -> str:
-        """Read the API key. Raises: ValueError if it is missing and the endpoint is OpenAI's."""
         key = os.environ.get(self.api_key_env, "")
         if not key and self.base_url is None and not os.environ.get("OPENAI_BASE_URL"):
             raise ValueError(
@@ -323,9 +307,8 @@ class LLMJudge(AnswerReward):
 def score_in(reply: str) -> float | None:
     """Parse the score of a reply; None if it is not a number from 0 to 1.
 
-    The text up to the last `</think>` is ignored. The score is the number after the last "Score:", up to the end of the
-    line. If there is no number at this place, the score is the number after the last "Reward:". In a reply with neither
-    word, the score is the whole remaining text.
+    The text up to the last `</think>` is ignored. The score is the number after the last "Score:" or else the last
+    "Reward:", up to the end of the line. In a reply with neither word, the score is the whole remaining text.
     """
     final = reply.rpartition("</think>")[2].lower()
     rests = [final.rpartition(word)[2] for word in ("score:", "reward:") if word in final]
@@ -338,10 +321,7 @@ def score_in(reply: str) -> float | None:
 
 
 def reply_text(found: Any) -> str:
-    """Extract the text of a reply, or the start of its `repr` if the text is not at the usual place.
-
-    An endpoint can send anything.
-    """
+    """Extract the text of a reply, or the start of its `repr`, because an endpoint can send anything."""
     try:
         text = found.choices[0].message.content
     except (AttributeError, IndexError, KeyError, TypeError):

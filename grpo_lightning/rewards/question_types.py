@@ -55,38 +55,30 @@ class Method(AnswerReward):
     r"""Base class of rewards that compare the answer of a completion (`given_answer`) with the ground truth.
 
     Args:
-        answer_column: The data column with the ground truth. If the text has a part between answer tags, after `####`
-            or in `\boxed{}`, that part is the ground truth. The reward does not apply to a row without ground truth.
+        answer_column: The data column with the ground truth. A part between answer tags, after `####` or in `\boxed{}`
+            is the ground truth. The reward does not apply to a row without ground truth.
     """
 
     def __init__(self, answer_column: str = "solution") -> None:
         super().__init__(answer_column)
 
     def __call__(self, completions: Sequence[Content], **columns: Any) -> list[float | None]:
-        """Score completions.
-
-        Args:
-            completions: [B].
-            columns: [B] values of each data column.
-
-        Returns:
-            [B] in [0, 1], None where the reward does not apply to the row.
-        """
+        """Score completions. Returns: [B] in [0, 1], None where the reward does not apply to the row."""
         golds = [gold_answer(answer, self.answer_column) for answer in columns[self.answer_column]]
         answers = [given_answer(completion_text(completion)) for completion in completions]
         return [self.score(answer, gold) if gold else None for answer, gold in zip(answers, golds, strict=True)]
 
     @abstractmethod
     def score(self, given: str, right: str) -> float | None:
-        """Score an answer in [0, 1]; None if the ground truth is not of the kind that this method scores."""
+        """Score an answer in [0, 1]; None if the method does not fit the ground truth."""
 
 
 class MultipleChoice(Method):
     """1 if the answer chooses the option of the ground truth, else 0.
 
-    For example, the answers `(B)`, `B)`, `**B**`, `b` and "Option B is right" all choose B. An answer that names no
-    option, or lists several options ("A, B", "(A) 1 (B) 2"), is wrong. The reward does not apply to a row if its ground
-    truth names no option.
+    The answers `(B)`, `**B**`, `b` and "Option B is right" all choose B. An answer that names no option, or lists
+    several options ("A, B", "(A) 1 (B) 2"), is wrong. The reward does not apply to a row without an option in its
+    ground truth.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -118,9 +110,7 @@ class AllMatch(Method):
 class Counting(Method):
     """1 if the only number in the answer equals the number of the ground truth ("There are 3." is 3).
 
-    The reward does not apply to a row if its ground truth has no number or several numbers. VLM-R1 scores counting with
-    its `default` method. If the answer or the ground truth has no number, that method scores the similarity of the two
-    texts.
+    The reward does not apply to a row with no number or several numbers in its ground truth.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -133,8 +123,7 @@ class TextSimilarity(Method):
     """Similarity of the answer a and the ground truth b: 2 * LCS / (len(a) + len(b)), in characters.
 
     LCS is the length of the longest common subsequence. Case, the amount of whitespace, and full stops at the end are
-    ignored. VLM-R1's `default` method scores text by the same formula (`Levenshtein.ratio`). Words of similar spelling
-    get a high value, whatever they mean.
+    ignored. Words of similar spelling get a high value, whatever they mean.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -145,23 +134,22 @@ class TextSimilarity(Method):
 class AnyAnswer(Method):
     r"""1 if the answer is correct. The kind of ground truth (number, option, mathematics, text) selects the comparison.
 
-    An answer that equals the ground truth as in `AllMatch` is correct. Other answers are compared by the kind of ground
-    truth:
+    An answer that equals the ground truth as in `AllMatch` is correct. Otherwise:
 
     - An option ("B", "(B)", "B) Paris", "B. Paris"): the answer is compared as in `MultipleChoice`. An answer without
       the letter of an option is compared with the text of the ground truth ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - Mathematics: the answer is compared as in `Accuracy`. However, it is wrong if its unit and the unit of the ground
-      truth are well known and different ("5 m" for "5 km", "9 AM" for "9 PM"). Other units are ignored.
+    - Mathematics: the answer is compared as in `Accuracy`. An answer with a different well-known unit ("5 m" for "5
+      km") is wrong. Other units are ignored.
     - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date equals the ground truth.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
-      this partial credit, and thus rewards words of similar spelling.
+      this partial credit.
 
     Args:
         answer_column: As in `Method`.
         has_partial_credit: If true, a wrong answer gets the value of `TextSimilarity` instead of 0. This setting
-            applies if the ground truth is a date or other text (see the list above).
+            applies to dates and other text.
     """
 
     def __init__(self, answer_column: str = "solution", *, has_partial_credit: bool = False) -> None:
@@ -210,7 +198,7 @@ class AnyAnswer(Method):
 
 
 def shipped_methods() -> dict[str, Callable[[str], RewardLike]]:
-    """The built-in methods, by their name in the column `accu_reward_method`. Each is called with the answer column."""
+    """The built-in methods, by name. Each is called with the answer column."""
     from grpo_lightning.rewards.boxes.rewards import DetectionMAP, IoU, OdLength, WeightedSum  # they need torch
 
     return {
@@ -237,7 +225,7 @@ class ByMethod(Reward):
     `yes_no` (`YesNo`), `all_match` (`AllMatch`) and `counting` (`Counting`). Those for boxes are `iou` and `rec`
     (`IoU`), `map` and `od_ap` (`DetectionMAP`), `od_ap50` (`DetectionMAP` with `iou_threshold=0.5`), `odLength`
     (`OdLength`) and `weighted_sum` (`WeightedSum`). The method `llm` needs an `LLMJudge` in `methods`. A missing
-    package raises an error only if the default method needs the package, or if a row names a method that needs it.
+    package is an error only for the methods that are used.
 
     Args:
         methods: Further methods by name, or replacements of built-in methods. Rewards for whole groups are not allowed.
@@ -256,11 +244,10 @@ class ByMethod(Reward):
         method_column: str = METHOD_COLUMN,
         answer_column: str = "solution",
     ) -> None:
-        """Collect the scoring methods: the built-in ones and those in `methods`.
+        """Collect the scoring methods.
 
         Raises:
-            ValueError: If `default` is unknown, or if a scoring method takes whole groups (`per_group`), or has a
-                weight or failure policy of its own.
+            ValueError: If `default` is unknown, or if `inner_reward` refuses a method.
             ImportError: If the package that `default` needs is missing.
         """
         made: dict[str, RewardLike] = {}
@@ -291,16 +278,12 @@ class ByMethod(Reward):
     ) -> list[float | None] | Awaitable[list[float | None]]:
         """Score each row with its scoring method.
 
-        Args:
-            completions: [B].
-            available: The other arguments of the scoring methods, including [B] values of each data column.
-
         Returns:
             [B] values, awaitable if at least one row has an async scoring method.
 
         Raises:
-            ValueError: If a row names an unknown scoring method, if a column that a scoring method needs is missing,
-                or if a scoring method returns the wrong number of values.
+            ValueError: If a row names an unknown scoring method, or a method lacks a column or returns the wrong number
+                of values.
             ImportError: If a row names a scoring method whose package is missing.
         """
         named = available.get(self.method_column) or [None] * len(completions)
@@ -343,9 +326,7 @@ class ByMethod(Reward):
         """Run `check_row` of the row's scoring method.
 
         Raises:
-            ValueError: If the row names an unknown scoring method, if the row lacks a column that its scoring method
-                needs, or if `check_row` of the scoring method fails. In the last case, the message names the scoring
-                method.
+            ValueError: If the scoring method is unknown, lacks a column, or its `check_row` fails.
             ImportError: If the row names a scoring method whose package is missing.
         """
         method = self.method_of(columns)
@@ -373,7 +354,7 @@ class ByMethod(Reward):
         return self._check_name(name) if name else self.default
 
     def _check_name(self, name: Any) -> str:
-        """Check the name of a scoring method. Raises: ValueError if unknown; ImportError if its package is missing."""
+        """Check the name of a scoring method."""
         if isinstance(name, str) and name in self.methods:
             return name
         if isinstance(name, str) and name in self._missing:
@@ -395,7 +376,7 @@ class ByMethod(Reward):
         available: Mapping[str, Any],
         logged: dict[str, dict[str, list[Any]]],
     ) -> Any:
-        """Call a scoring method on its rows; add the columns that the method logs with `log_extra` to `logged`."""
+        """Call a scoring method on its rows; collect its `log_extra` columns in `logged`."""
         method = self.methods[name]
         for column in method.required_columns:
             if column not in available:
@@ -412,7 +393,6 @@ class ByMethod(Reward):
 
 
 def _missing_column(method: str, column: str) -> str:
-    """Format the error for a missing column that a scoring method needs."""
     return f"The method {method!r} needs the data column {column!r}, which is missing."
 
 
@@ -431,9 +411,8 @@ def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count:
 def similarity(a: str, b: str) -> float:
     """Levenshtein ratio of two texts: 2 * LCS / (len(a) + len(b)); 1 for two empty texts.
 
-    LCS is the length of the longest common subsequence, in characters. The packages Levenshtein and rapidfuzz call this
-    similarity `ratio`. The bits of an integer store a row of the usual dynamic-programming table. A bit is zero where
-    the LCS grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
+    The bits of an integer store a row of the dynamic-programming table. A bit is zero where the LCS grows (Hyyrö,
+    "Bit-Parallel LCS-length Computation Revisited", 2004).
     """
     if len(a) < len(b):
         a, b = b, a

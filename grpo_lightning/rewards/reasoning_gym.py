@@ -13,24 +13,23 @@ from grpo_lightning.rewards.base import Content, ImageSize, Reward, completion_t
 log = logging.getLogger(__name__)
 
 COLUMNS = ("task", "task_config", "entry")
-"""The columns written by `ReasoningGymTasks` that the reward reads."""
+"""The columns of `ReasoningGymTasks` that the reward reads."""
 
 
 class ReasoningGym(Reward):
     r"""The score, from 0 to 1, that reasoning-gym's verifier of the row's task gives to the answer.
 
-    The answer is the content of the last answer tags. Without tags, it is the content of the last `\boxed{}` after the
-    reasoning. Without `\boxed{}`, it is the whole text after the reasoning. A blank answer is passed to the verifier as
-    None. The verifier's value is used unchanged, even the 0.01 that some verifiers give to any answer. A verifier fails
-    if it raises an error or does not return a number from 0 to 1. The completion then gets `failed_value`, a warning is
-    logged, and the fraction of such completions is logged as `reward/reasoning_gym/verifier_failed`.
+    The answer is the content of the last answer tags. Without tags, it is the last `\boxed{}` after the reasoning, or
+    else the whole text after the reasoning. A blank answer is passed to the verifier as None. Some verifiers give 0.01
+    to any answer. A verifier fails if it raises an error or does not return a number from 0 to 1. The completion then
+    gets `failed_value`, a warning is logged, and the fraction of such completions is logged as
+    `reward/reasoning_gym/verifier_failed`.
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code. Rows of these tasks are refused
     unless `evaluate_answers` is true. For the task countdown, use the reward `Countdown`, which executes nothing.
 
     Args:
-        evaluate_answers: Allow verifiers that execute completions. Completions are untrusted code, so allow this only
-            in a disposable container.
+        evaluate_answers: Allow verifiers that execute completions. Set this only in a disposable container.
         failed_value: The value of a completion on which the verifier fails; null makes the completion not scorable.
     """
 
@@ -53,13 +52,6 @@ class ReasoningGym(Reward):
         log_metric: Any = None,
     ) -> list[float | None]:
         """Verify the answers.
-
-        Args:
-            completions: [B].
-            task: [B] names; None for rows without a task.
-            task_config: [B] the tasks' settings as JSON.
-            entry: [B] the items in the format of `write_entry`.
-            log_metric: Logs a metric.
 
         Returns:
             [B] values, 0 to 1; None where the row has no task, `failed_value` where the verifier fails.
@@ -88,12 +80,12 @@ class ReasoningGym(Reward):
         return values
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the task, settings and item of a row. Raises: ValueError if a call with this row would raise one."""
+        """Check the task, settings and item of a row. Raises: ValueError if they are invalid."""
         if columns.get("task") is not None:
             self._item(*(columns.get(name) for name in COLUMNS))
 
     def _item(self, task: Any, config: Any, text: Any) -> tuple[Any, Entry]:
-        """Load the task and the item of a row. Raises: ValueError if the row is invalid or its task is refused."""
+        """Load the task and the item of a row."""
         for name, value in zip(COLUMNS, (task, config, text), strict=True):
             if not isinstance(value, str):
                 raise ValueError(f"column {name!r} must hold text written by ReasoningGymTasks, got {value!r:.80}.")

@@ -1,4 +1,4 @@
-"""Find rewards by short name, both the built-in rewards and those that installed packages register.
+"""Find rewards by short name, built in or registered by installed packages.
 
 A package registers a reward with an entry point of the group `grpo_lightning.rewards` in its `pyproject.toml`:
 
@@ -67,11 +67,11 @@ SHIPPED: dict[str, type] = {
     "weighted_sum": WeightedSum,
     "yes_no": YesNo,
 }
-"""The built-in rewards by name. They are not registered as entry points."""
+"""The built-in rewards by name."""
 
 
 class Plugin(WeightedReward):
-    """A reward that is given by its short name. It is built in, or an installed package registers it.
+    """A reward that is given by its short name, from this package or an installed one.
 
     Args:
         name: The short name, one of `available()`.
@@ -98,7 +98,7 @@ class Plugin(WeightedReward):
 
 
 def available() -> dict[str, str]:
-    """The short names of all rewards, each with the package that registers it.
+    """The short names of all rewards, each with its package.
 
     Raises:
         ValueError: If two packages register the same name.
@@ -111,10 +111,6 @@ def available() -> dict[str, str]:
 
 def reward(name: str, /, **init_args: Any) -> RewardLike:
     """Get a reward by its short name.
-
-    Args:
-        name: One of `available()`.
-        init_args: Arguments of the reward, if it is a class.
 
     Raises:
         ValueError: If the name is unknown, if two packages register the name, or if arguments are given for a function.
@@ -138,7 +134,7 @@ def reward(name: str, /, **init_args: Any) -> RewardLike:
 
 
 def _installed_entry_points() -> Mapping[str, EntryPoint]:
-    """The entry points of all installed packages by name. Raises: ValueError if a name is registered twice."""
+    """The entry points of all installed packages by name."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         if point.name in SHIPPED or point.name in found:
@@ -152,7 +148,6 @@ def _installed_entry_points() -> Mapping[str, EntryPoint]:
 
 
 def _load(point: EntryPoint) -> Any:
-    """Load an entry point. Raises: ImportError if it fails to load."""
     try:
         return point.load()
     except Exception as error:
@@ -163,12 +158,10 @@ def _load(point: EntryPoint) -> Any:
 
 
 def _package(point: EntryPoint) -> str:
-    """The name of the package that registers an entry point."""
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 def _unknown(name: str, names: list[str]) -> str:
-    """Format the error for an unknown name."""
     close = nearest(name.rpartition(".")[2].lower(), names, n=2)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return (

@@ -1,6 +1,6 @@
 """Text rewards: exact match, format, repetition.
 
-Completions are untrusted text, so all rewards take linear time. They use `str` methods and no backtracking patterns.
+Completions are untrusted text, so all rewards take linear time, without backtracking patterns.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ Unit = Literal["words", "tokens"]
 class ExactMatch(AnswerReward):
     r"""1 if the completion's answer equals the row's answer, else 0.
 
-    Both answers are normalized first. Normalization removes whitespace and delimiters around the answer (`$`, `\$`,
-    `\(...\)`, `\[...\]`, `**...**`), full stops at the end, the commas and spaces of "1,000" and "1 000", and the
-    currency symbol of "€72". Full-width characters become ASCII. Numbers are not compared by value: "1.0" is not "1".
+    Normalization first removes whitespace and delimiters around both answers (`$`, `\$`, `\(...\)`, `\[...\]`,
+    `**...**`), full stops at the end, the commas and spaces of "1,000" and "1 000", and the currency symbol of "€72".
+    Full-width characters become ASCII. Numbers are not compared by value: "1.0" is not "1".
 
     Args:
-        answer_column: The data column with the ground truth, text or a number. If the text has a part after `####`
-            (GSM8K), between answer tags (VLM-R1) or in `\boxed{}` (MATH), that part is the answer. The reward does not
-            apply to a row without an answer (None or only whitespace).
+        answer_column: The data column with the ground truth, text or a number. A part after `####`, between answer tags
+            or in `\boxed{}` is the answer. The reward does not apply to a row without an answer.
         extract: The place of the completion's answer: the last `<answer>...</answer>` ("answer_tag"), the last
             `\boxed{}` ("boxed"), the text after the last `####` up to the end of the line ("hashes"), or the whole
-            completion ("text"). "auto" tries five places in order, and reads the first that the completion has. They
-            are (a) answer tags, (b) `\boxed{}`, (c) an announcement ("The answer is 7.") or `#### 7`, (d) bold text
-            (**7**), and (e) the end of the last line ("3 + 4 = 7") if the completion is not truncated. If there is no
-            answer at the place that is read, the completion is wrong.
-        is_normalized: False compares the extracted texts without normalization, and removes only the whitespace around
-            them.
+            completion ("text"). "auto" reads the first of these places that the completion has: (a) answer tags, (b)
+            `\boxed{}`, (c) an announcement ("The answer is 7.") or `#### 7`, (d) bold text (**7**), and (e) the end of
+            the last line ("3 + 4 = 7") if the completion is not truncated.
+        is_normalized: False only removes whitespace around the texts.
     """
 
     def __init__(
@@ -55,22 +52,12 @@ class ExactMatch(AnswerReward):
     def __call__(
         self, completions: Sequence[Content], finish_reasons: Sequence[str] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Score completions.
-
-        Args:
-            completions: [B].
-            finish_reasons: [B]; None means "stop" for all.
-            columns: [B] values of each data column.
-
-        Returns:
-            [B], None where the row has no answer.
-        """
+        """Score completions. Returns: [B] 0 or 1, None where the row has no answer."""
         reasons = finish_reasons or ["stop"] * len(completions)
         rows = zip(completions, columns[self.answer_column], reasons, strict=True)
         return [self._score(completion, answer, reason) for completion, answer, reason in rows]
 
     def _score(self, completion: Content, answer: Any, finish_reason: str) -> float | None:
-        """Score one completion."""
         gold = self._canonical(gold_answer(answer, self.answer_column))
         if not gold:
             return None
@@ -88,12 +75,10 @@ class Format(Reward):
     Only whitespace is allowed around and between the two parts. Each tag must occur exactly once.
 
     Args:
-        tags: The tags, in order. For example, `[reasoning, answer]` requires
-            `<reasoning>...</reasoning><answer>...</answer>`.
+        tags: The tags, in order.
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with the first opening tag. The
-            completion then starts inside the first part and must not repeat this tag.
-        text_after: True if any text is allowed to follow the last part. For example, `tags=[think], text_after=True`
-            accepts reasoning followed by an answer without tags.
+            completion must not repeat this tag.
+        text_after: True if any text may follow the last part.
     """
 
     def __init__(
@@ -113,18 +98,10 @@ class Format(Reward):
         self.text_after = text_after
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Check the format.
-
-        Args:
-            completions: [B].
-
-        Returns:
-            [B], each 0 or 1.
-        """
+        """Check the format. Returns: [B], each 0 or 1."""
         return [float(self._matches(completion_text(completion))) for completion in completions]
 
     def _matches(self, text: str) -> bool:
-        """Whether the whole text has the format."""
         rest = text.strip()
         if self.prompt_opens_first:
             rest = f"<{self.tags[0]}>{rest}"
@@ -143,8 +120,7 @@ class Format(Reward):
 class ReactFormat(Reward):
     """1 if the completion is `<think>...</think>`, followed by `Action:` and later `Action Input:`, else 0.
 
-    The rule is that of ms-swift's `react_format`. Only whitespace is allowed before `<think>` and between `</think>`
-    and `Action:`.
+    This is ms-swift's `react_format`. Only whitespace is allowed before `<think>` and between `</think>` and `Action:`.
 
     Args:
         prompt_opens_first: True if the prompt, as the chat template renders it, ends with `<think>`.
@@ -154,18 +130,10 @@ class ReactFormat(Reward):
         self.prompt_opens_first = prompt_opens_first
 
     def __call__(self, completions: Sequence[Content], **_: Any) -> list[float | None]:
-        """Check the format.
-
-        Args:
-            completions: [B].
-
-        Returns:
-            [B], each 0 or 1.
-        """
+        """Check the format. Returns: [B], each 0 or 1."""
         return [float(self._matches(completion_text(completion))) for completion in completions]
 
     def _matches(self, text: str) -> bool:
-        """Whether the text has the format."""
         text = f"<think>{text}" if self.prompt_opens_first else text.lstrip()
         reasoning, closing, rest = text.partition("</think>")
         if not reasoning.startswith("<think>") or "<think>" in reasoning[len("<think>") :] or not closing:
@@ -175,19 +143,18 @@ class ReactFormat(Reward):
 
 
 class Repetition(Reward):
-    """Repetition penalty, which is `max_penalty` times the fraction of n-grams that repeat an earlier one.
+    """Repetition penalty: `max_penalty` times the fraction of n-grams that repeat an earlier one.
 
         r = (1 - unique n-grams / n-grams) * max_penalty
 
     The formula is from Yeo et al. (arXiv:2502.03373, app. C.2). A completion of fewer than n words or tokens gets 0.
-    The defaults are those of ms-swift. `unit="tokens"` corresponds to TRL's `get_repetition_penalty_reward`. VLM-R1's
-    `repetition` is `BoxRepetition`.
+    The defaults are those of ms-swift. `unit="tokens"` is TRL's form.
 
     Args:
         n_grams: n, the length of the n-grams.
-        max_penalty: The value that the reward approaches if the completion only repeats itself. It must be at most 0.
+        max_penalty: The limit of the reward if the completion only repeats itself; at most 0.
         unit: "words" splits at whitespace and compares in lower case. "tokens" uses the completion's tokens. Choose
-            "tokens" for text without spaces (Chinese, Japanese, Thai).
+            "tokens" for text without spaces (Chinese).
     """
 
     def __init__(self, n_grams: int = 3, max_penalty: float = -1.0, unit: Unit = "words") -> None:
@@ -205,15 +172,7 @@ class Repetition(Reward):
     def __call__(
         self, completions: Sequence[Content], completion_ids: Sequence[Sequence[int]], **_: Any
     ) -> list[float | None]:
-        """Score repetition.
-
-        Args:
-            completions: [B].
-            completion_ids: [B] lists of token ids.
-
-        Returns:
-            [B] in [max_penalty, 0].
-        """
+        """Score repetition. Returns: [B] in [max_penalty, 0]."""
         if self.unit == "tokens":
             return [self._score(ids) for ids in completion_ids]
         return [self._score(completion_text(completion).lower().split()) for completion in completions]
