@@ -1,8 +1,7 @@
-"""Code that finds layers and weights of peft's adapters, switches adapters, and compares the policy with its base.
+"""Finds and switches peft's adapters, and compares the policy with its base.
 
-In peft, every adapter has a name. The trained adapter, which is the one that the run trains, keeps the name with which
-it was created or loaded. A second adapter, `STARTING`, is a frozen copy of the initial adapter. The reference runs with
-this copy. peft is imported inside the functions that need it, because it is not always installed.
+The trained adapter keeps the name with which it was created or loaded. A second adapter, `STARTING`, is a frozen copy
+of the initial adapter.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from grpo_lightning.policy.precision import NARROW, compute_like
 from grpo_lightning.policy.transformers_internals import is_copied
 
 STARTING = "reference"
-"""peft's name of the frozen copy of the initial adapter, which the reference runs with."""
+"""peft's name of the frozen copy of the initial adapter. The reference runs with this copy."""
 
 BASE_IS_COMPUTED = ("pissa", "olora", "loftq")
-"""Initializations for which peft recomputes the base's weights when it loads an adapter. The last bits of these weights
-depend on the machine, so checksums of the weights cannot be compared between machines (`base_weights`)."""
+"""Initializations for which peft recomputes the base's weights when it loads an adapter."""
 
 
 def trained_adapter(policy: Any) -> str:
-    """The name by which peft knows the adapter that is trained."""
+    """Name of the trained adapter in peft."""
     names: Iterator[str] = iter(policy.peft_config)
     return next(name for name in names if name != STARTING)
 
@@ -38,20 +36,17 @@ def adapter_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def switched_modules(model: nn.Module) -> Iterator[Any]:
-    """Iterate over modules that an adapter changes.
-
-    These are the layers with adapters, and the copied layers (`modules_to_save`).
-    """
+    """Iterate over the layers with adapters, and the layers that an adapter copies."""
     return (module for module in model.modules() if is_adapter_layer(module) or is_copied(module))
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """True for peft's wrapper of a layer, recognized by its attributes because peft may not be installed."""
+    """True for peft's wrapper of a layer."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
 def is_expert_adapter(layer: Any) -> bool:
-    """True for peft's wrapper of an expert tensor. This wrapper adds s B A to the tensor, not to the layer's output."""
+    """True for peft's wrapper of an expert tensor."""
     return hasattr(layer, "parameter_name")
 
 
@@ -62,7 +57,7 @@ def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
 
 
 def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
-    """Iterate over one kind of weights of an adapter in one of its layers, for example "lora_A"."""
+    """Iterate over one kind of weights of an adapter in one of its layers ("lora_A")."""
     parts = getattr(layer, kind)
     if adapter in parts:
         yield from parts[adapter].parameters() if isinstance(parts[adapter], nn.Module) else [parts[adapter]]
@@ -71,9 +66,7 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 class UpdateDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient.
 
-    Sampling, old log-probs and reference log-probs are computed without dropout. Dropout is active only if both train
-    mode and grad mode are on. When activation checkpointing recomputes a forward pass in the backward pass, grad mode
-    is on, so the recompute drops the same activations.
+    A recompute by activation checkpointing has a gradient too, so it drops the same activations.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -82,9 +75,9 @@ class UpdateDropout(nn.Dropout):
 
 
 def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
-    """Set the dropout rate of an adapter, whatever rate it was saved with.
+    """Set the dropout rate of an adapter.
 
-    If `adapter` is None, the rate is set for the adapter that the run trains.
+    None means the trained adapter.
     """
     adapter = adapter or trained_adapter(policy)
     for layer in adapter_layers(policy):
@@ -95,7 +88,7 @@ def set_dropout(policy: Any, rate: float, adapter: str | None = None) -> None:
 def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Module, nn.Module]]:
     """Pairs (copy, original) of the layers that an adapter copies (`modules_to_save`), if the original is in 16 bits.
 
-    If `adapter` is None, the pairs are those of the adapter that the run trains.
+    None means the trained adapter.
     """
     name = adapter or trained_adapter(adapted)
     return [
@@ -107,17 +100,13 @@ def narrow_copies(adapted: Any, adapter: str | None = None) -> list[tuple[nn.Mod
 
 
 def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
-    """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32, so that no small updates are lost.
+    """Convert an adapter's copies of 16-bit layers (`modules_to_save`) to float32.
 
-    The copies still compute in the dtype of their originals, so that the policy initially equals its base, bit for bit.
-
-    Args:
-        adapted: Model with adapters, changed in place.
-        adapter: Name of the adapter; None means the one that the run trains.
+    The copies still compute in the dtype of their originals, so that the policy initially equals its base.
 
     Returns:
-        True if there are such copies. If float32 values were loaded into the copies before this call, these values were
-        rounded to 16 bits, and must be loaded again.
+        True if there are such copies. If float32 values were loaded into the copies before this call, they were rounded
+        to 16 bits and must be loaded again.
     """
     copies = narrow_copies(adapted, adapter)
     for copied, original in copies:
@@ -127,10 +116,10 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
 
 @contextlib.contextmanager
 def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
-    """Context in which the policy runs with the given adapter, or without adapters (None). Yields the policy.
+    """Context in which the policy runs with the given adapter, or without adapters (None).
 
-    peft's own methods for switching are not used, because they also set `requires_grad` of the trained adapter to
-    False. If the first forward pass with a sharded strategy ran in that state, the adapter would never be trained.
+    peft's own methods for switching are not used. They also set `requires_grad` of the trained adapter to False, and a
+    sharded strategy may then never train the adapter.
     """
     layers = list(switched_modules(policy))
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
@@ -147,14 +136,10 @@ def using_adapter(policy: nn.Module, adapter: str | None) -> Iterator[nn.Module]
 
 @torch.no_grad()
 def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
-    """True if the trained adapter does not change the policy yet, so that the policy equals its base.
+    """True if the trained adapter does not change the policy yet.
 
-    The adapter does not change the policy if three conditions hold: B A is 0 in all layers, DoRA's magnitudes are the
-    norms of the base's rows, and copied layers equal their originals.
-
-    Args:
-        policy: Model with adapters.
-        dtype: Dtype that the strategy converts all weights to; None if it converts none.
+    In this case, B A is 0 in all layers, DoRA's magnitudes are the norms of the base's rows, and copied layers equal
+    their originals.
     """
     name = trained_adapter(policy)
 
@@ -186,12 +171,6 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype |
 
     In every forward pass, peft computes these norms and divides the magnitude by them. The policy equals its base only
     if the magnitude was rounded in the same way as the norms.
-
-    Args:
-        layer: peft's layer.
-        magnitude: The magnitude of one of its adapters.
-        adapter: Name of the adapter.
-        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None if it converts none.
     """
     from peft.utils.integrations import dequantize_module_weight
 
@@ -208,9 +187,9 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype |
 
 
 def add_starting_adapter(policy: Any) -> None:
-    """Add a frozen copy of the trained adapter, for the reference. Call this function before training.
+    """Add a frozen copy of the trained adapter, for the reference.
 
-    When this function is called, the layers of the trained adapter must not be sharded yet.
+    The layers of the trained adapter must not be sharded yet.
     """
     name = trained_adapter(policy)
     config = copy.deepcopy(policy.peft_config[name])
@@ -230,9 +209,8 @@ def add_starting_adapter(policy: Any) -> None:
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
     """Iterate over the frozen weights of the base model, except weights that are computed while the model is loaded.
 
-    Quantized weights are computed while the model is loaded. The same is true for weights of layers that PiSSA, OLoRA
-    or LoftQ changes when it initializes the adapter. The last bits of computed weights depend on the device and the
-    number of threads, so checksums of these weights could not be compared between machines.
+    Computed weights are quantized weights, and those that PiSSA, OLoRA or LoftQ changed. Their last bits depend on the
+    device and the number of threads, so their checksums cannot be compared between machines.
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()
@@ -245,11 +223,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def untie(policy: Any) -> None:
-    """Untie embeddings and head if one has an adapter, because merging the adapter must not change the other one.
-
-    Args:
-        policy: Model with adapters; its base model is changed in place.
-    """
+    """Untie embeddings and head if one has an adapter."""
     base = policy.get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if not any(map(is_adapter_layer, ends)):

@@ -1,32 +1,16 @@
 """Differentiable log-probs of completions, computed on one of two paths.
 
 extended: The prompt pass runs each prompt once, and keeps its KV cache in the autograd graph. The completion pass runs
-the completions with this cache. Prompts of different lengths are padded at the front. If every layer attends to all
-earlier tokens, the prompt pass can move the padding to the end, so that no mask is needed. The cache is then reordered,
-so that the padding is at the front again.
+the completions with this cache.
 
-dense: Every row is [prompt | completion]. This path is used for models that do not support the extended path, for tests
-that verify the extended path, and for completions that contain images (observations of an environment). The positions
-of these images, and the attention between their tokens, need the whole row.
+dense: Every row is [prompt | completion]. This path is used for models that do not support the extended path, and for
+completions that contain images.
 
-Both paths give the same values and gradients, up to rounding. A completion is scored on the same path throughout a run.
-With different paths, the two log-probs of an importance ratio could differ by rounding alone.
-
-Completions of similar length run together in a chunk. Each chunk is one forward pass, and is padded to its longest
-completion. Smaller chunks compute less padding, but every pass costs additional time to launch its operations and, if
-the weights are sharded, to gather the weights. `AutoChunks` weighs the two costs.
-
-The vocabulary head maps hidden states to logits, which give the log-prob and entropy of each token. The head, too, runs
-in one of two ways:
-
-full: The model itself computes the logits, [rows, T, V], of all tokens at once.
-
-sliced: The logits are computed for one slice of tokens at a time. If there are several slices, the logits of a slice
-are freed before the next slice is computed, and are recomputed in the backward pass. Padding is skipped.
+Both paths give the same values and gradients, up to rounding. A completion is scored on the same path throughout a run,
+because another path would change log-probs by rounding.
 
 The policy is only called through the forward of its root module, because hooks of its modules can gather sharded
-weights. Therefore no code here calls the head directly. Instead, the head's `forward` is replaced while the root module
-runs, so that the replacement runs inside the hooks of the head.
+weights. Therefore the head's `forward` is replaced while the root module runs. Start reading at `Scorer`.
 """
 
 from __future__ import annotations
@@ -77,8 +61,7 @@ class TokenLogprobs(NamedTuple):
     """[B, T] float32 nats; has a gradient only if the entropy is part of the loss."""
 
     load: RouterLoad | None = None
-    """Routing of the tokens, if it was recorded. A prompt's tokens count once for each of its completions that is
-    trained on. In each of these completions, every token counts except the last, which predicts nothing."""
+    """Routing of the tokens, if it was recorded (see `prompt_weights` and `completion_weights`)."""
 
 
 @dataclass
@@ -86,17 +69,14 @@ class Scorer:
     """Computes log-probs and entropies of micro-batches under a model.
 
     Args:
-        path: "extended" runs each prompt once, "dense" runs each prompt once per completion.
-        chunk_size: Maximum completions per chunk. Each chunk takes one forward pass. On the "extended" path, this pass
-            runs only the completions, because the prompts have a pass of their own. On the "dense" path, the pass runs
-            rows [prompt | completion]. To reduce padding, completions are sorted by length before they are divided into
-            chunks. With `AutoChunks`, the lengths determine the chunks. None runs all completions in one chunk.
-        checkpoint_chunks: Recompute each chunk's activations in the backward pass instead of storing them.
-        head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). With None, the model itself computes
-            the logits of all tokens at once (`FullHead`).
+        path: "extended" or "dense" (see the module).
+        chunk_size: Maximum completions per chunk. Completions are sorted by length before they are divided into chunks.
+            None runs all completions in one chunk.
+        checkpoint_chunks: Recompute each chunk's activations in the backward pass.
+        head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None uses `FullHead`.
         logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
-        never: Ids of tokens that are never sampled (`Encoder.never_sampled`). Log-probs and entropies are computed over
-            the vocabulary without them.
+        never: Ids of tokens that are never sampled. Log-probs and entropies are computed over the vocabulary without
+            them.
     """
 
     path: ScoringPath = "extended"
@@ -115,15 +95,7 @@ class Scorer:
         trains_entropy: bool = False,
         routers: Routers | None = None,
     ) -> TokenLogprobs:
-        """Compute [B, T] log-probs and entropies of the completions of the micro-batch, in the batch's row order.
-
-        Args:
-            model: The policy, or the reference.
-            batch: The completions.
-            temperature: Sampling temperature.
-            trains_entropy: True if the entropies need a gradient for the loss.
-            routers: The model's routers, to record their routing; None records nothing.
-        """
+        """Compute [B, T] log-probs and entropies of the completions, in the batch's row order."""
         refuse_transformers_checkpointing(model)
         head = replace(self.head(temperature), trains_entropy=trains_entropy)
         parts = self.parts(batch)
@@ -147,7 +119,7 @@ class Scorer:
         )
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """Separate completions with images, which always run on the dense path, from completions without images.
+        """Separate completions with images, which always run on the dense path, from the others.
 
         All ranks run the same parts (`agree_on_chunks`), so that they gather sharded weights equally often. A rank that
         has no completions for a part runs a dummy completion.
@@ -209,8 +181,7 @@ class Scorer:
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
         """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
 
-        If another rank needs more chunks than this rank has completions, each additional chunk of this rank runs the
-        shortest completion again.
+        Additional chunks, which another rank needs, run the shortest completion again.
         """
         lengths = self._row_lengths(batch)
         sizes = chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1)
@@ -238,13 +209,9 @@ class Scorer:
         return computed - real - prompts, computed
 
     def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch in tokens. It is the number of computed tokens, plus an overhead for each forward pass.
+        """Cost of a micro-batch in tokens.
 
-        The computed tokens include padding. The overhead is `AutoChunks.pass_tokens`, or 0 without `AutoChunks`.
-
-        Args:
-            prompt_lengths: [N] tokens of each prompt.
-            completion_lengths: [B] tokens of each completion. B can be 0, and the cost is then 0.
+        Each forward pass adds `AutoChunks.pass_tokens` (0 without `AutoChunks`).
         """
         if not completion_lengths:
             return 0
@@ -297,8 +264,7 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
     """A prompt of one text token with a completion of one text token, which is not trained on.
 
-    If the given micro-batch has a blank image (`VisionInputs.blank`), the result has it too. The vision tower then runs
-    on the blank image, although no token represents this image.
+    The result keeps the micro-batch's blank image (`VisionInputs.blank`).
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
@@ -314,13 +280,11 @@ def text_dummy_of(batch: MicroBatch) -> MicroBatch:
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 CPU_PASS_TOKENS = 32
-"""Number of tokens that a CPU computes in the time that it needs to launch a forward and backward pass. The measured
-numbers are 22 to 46, for models of 0.4 to 26 million weights, on one core."""
+"""Number of tokens that a CPU computes while it launches a forward and backward pass. Measurements gave 22 to 46."""
 
 GATHER_TOKENS = 4_000
-"""Number of tokens that a GPU computes in the time that it takes to gather the sharded weights for a forward and
-backward pass. The estimate assumes that each weight is gathered twice, in 16 bits at 50 GB/s. It also assumes that a
-token takes 6 operations per weight, at `GPU_OPERATIONS`."""
+"""Number of tokens that a GPU computes while the weights are gathered for a forward and backward pass. Each weight is
+gathered twice, in 16 bits at 50 GB/s. A token takes 6 operations per weight, at `GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
 """Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
@@ -331,8 +295,7 @@ GPU_OPERATIONS = 3e14
 
 CHECKPOINTED_NUMBERS = 8_000_000
 """Maximum of (tokens * hidden size) in a chunk with activations that are recomputed in the backward pass. In every
-layer, activations take about 40 times this many 16-bit numbers, which is 15 GB in 24 layers. With hidden sizes above
-3,906, chunks may exceed the maximum, because `auto_chunks` never limits a chunk to fewer than 2,048 tokens."""
+layer, activations take about 40 times this many 16-bit numbers, which is 15 GB in 24 layers."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +303,7 @@ class AutoChunks:
     """Choose chunks that minimize the cost of the computed tokens and of the passes.
 
     Args:
-        pass_tokens: Cost of one more forward and backward pass, as the number of tokens computed in the same time.
+        pass_tokens: Cost of one more forward and backward pass, in tokens computed in the same time.
         max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None means
             no limit.
     """
@@ -376,15 +339,14 @@ class AutoChunks:
 
 
 def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, number: int = 1) -> list[int]:
-    """Split completions into at least `number` consecutive chunks, and return the number of completions in each chunk.
+    """Split completions into at least `number` consecutive chunks, and return the sizes of the chunks.
 
     Args:
         lengths: [B] tokens of each completion, longest first.
         chunk_size: Maximum completions per chunk (the sizes of the chunks then differ by at most 1), or `AutoChunks`.
             None sets no maximum.
-        number: Minimum number of chunks. All ranks run equally many passes, because each pass gathers sharded weights
-            from all ranks. This rank therefore needs as many chunks as the rank with the most chunks. If `number`
-            exceeds the number of completions, the chunks at the end are empty.
+        number: Minimum number of chunks. If `number` exceeds the number of completions, the chunks at the end are
+            empty.
     """
     count = len(lengths)
     if isinstance(chunk_size, AutoChunks):
@@ -401,11 +363,7 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
     """Number of tokens that the forward passes of the chunks compute, padding included.
 
-    A chunk of size 0 runs the shortest completion again. The tokens of this completion are then counted again.
-
-    Args:
-        lengths: [B] tokens of each completion (on the dense path, with its padded prompt), longest first.
-        sizes: Completions of each chunk.
+    A chunk of size 0 runs the shortest completion again. `lengths` are sorted, longest first.
     """
     starts = itertools.accumulate(sizes, initial=0)
     longest = (max(lengths[min(start, len(lengths) - 1)], 1) for start in starts)
@@ -413,16 +371,7 @@ def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool, is_checkpointed: bool) -> AutoChunks:
-    """Estimate what a forward pass costs, from the model's config.
-
-    Args:
-        config: The policy's config.
-        device_type: Device type of the run.
-        is_sharded: True if each pass gathers the weights from all ranks.
-        is_checkpointed: True if the activations of each chunk are recomputed in the backward pass
-            (`activation_checkpointing: chunks`). The number of tokens per chunk is then limited, because it determines
-            the memory of the activations.
-    """
+    """Estimate what a forward pass costs, from the model's config."""
     text = config.get_text_config(decoder=True)
     hidden, layers = text.hidden_size, text.num_hidden_layers
     max_tokens = max(2_048, CHECKPOINTED_NUMBERS // hidden) if is_checkpointed else None
@@ -440,9 +389,8 @@ def auto_chunks(config: PretrainedConfig, device_type: str, *, is_sharded: bool,
 ScoreChunk = Callable[[Tensor | None], tuple[Tensor, RouterLoad | None]]
 """Function that scores a chunk, given the chunk's rows of the micro-batch (None for all).
 
-Returns two values. The first holds the log-prob and entropy of each token, [rows, T, 2]. The second is the routing of
-the forward pass, or None if it is not recorded. T is the length of the chunk's longest completion; padding has
-arbitrary values."""
+Returns the log-prob and entropy of each token, [rows, T, 2], and the routing (None if it is not recorded). T is the
+length of the chunk's longest completion; padding has arbitrary values."""
 
 
 def rows_of(batch: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Tensor, Rows]:
@@ -462,40 +410,27 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 
 def prompt_weights(batch: MicroBatch) -> Tensor:
-    """[N, L] how often the routing of a prompt's token counts. It counts once per completion that is trained on."""
+    """[N, L] how often the routing of a prompt's token counts: once per completion that is trained on."""
     numbers = torch.arange(len(batch.prompt_ids), device=batch.prompt_index.device)
     is_its_own = (batch.prompt_index == numbers[:, None]) & is_trained(batch, None)[:, 0]  # [N, B]
     return batch.prompt_mask * is_its_own.sum(1, keepdim=True)
 
 
 def completion_weights(batch: MicroBatch, rows: Tensor | None, mask: Tensor) -> Tensor:
-    """Return weights [rows, T]: 1 for each token whose routing is counted, 0 for the others.
+    """[rows, T] weights: 1 for tokens with routing that is counted, else 0.
 
-    All tokens of a trained completion count except its last token, from which nothing is predicted.
-
-    Args:
-        batch: The micro-batch.
-        rows: Rows of a chunk; None for all.
-        mask: [rows, T] attention mask of the rows.
+    All tokens of a trained completion count except its last token.
     """
     return (nn.functional.pad(mask[:, 1:], (0, 1)) & is_trained(batch, rows)).long()
 
 
 def is_trained(batch: MicroBatch, rows: Tensor | None) -> Tensor:
-    """True for completions that are trained on.
-
-    Args:
-        batch: The micro-batch.
-        rows: Rows of a chunk; None for all.
-
-    Returns:
-        [rows, 1] bool.
-    """
+    """[rows, 1] bool, True for completions that are trained on."""
     return batch.completion_mask[slice(None) if rows is None else rows].any(1, keepdim=True)
 
 
 def recording(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
-    """Context in which the logits of the routers are added to a list. If `routers` is None, the list stays empty."""
+    """Context in which the routers' logits are added to a list; none are added if `routers` is None."""
     return contextlib.nullcontext([]) if routers is None else routers.recording()
 
 
@@ -511,8 +446,7 @@ def showing(
 ) -> AbstractContextManager[dict[str, Any]]:
     """Context in which the model's forward runs with the prompts' images (see `vision.showing_images`).
 
-    It yields the image arguments of the forward. For a text-only model, `vision` is None and there are no such
-    arguments.
+    It yields the image arguments of the forward.
     """
     return contextlib.nullcontext({}) if vision is None else showing_images(model, vision, keeps=keeps)
 
@@ -578,12 +512,10 @@ def columns_of_prompts(
 ) -> Tensor | None:
     """Order of columns [N, L] that puts each prompt's padding after the prompt; None if the order does not change.
 
-    The order is for the prompt pass. For example, it is 2, 3, 0, 1 for a prompt of two tokens in four columns. Padding
-    after the prompts needs no mask, because no token attends to later tokens. Without a mask, attention is computed by
-    causal kernels, which skip half of the scores. The order changes only if every layer attends to all earlier tokens
-    (no sliding windows, no linear attention), and only with a `SlicedHead`, because a `FullHead` would compute the
-    logits of all prompt tokens. If prompts have images, the order changes only for models with positions in three
-    dimensions, because in other models image tokens may attend to later tokens.
+    Padding after the prompts needs no mask, and causal kernels without a mask skip half of the scores. The order
+    changes only if every layer attends to all earlier tokens, and only with a `SlicedHead`. A `FullHead` would compute
+    the logits of all prompt tokens. If prompts have images, the order changes only for models with positions in three
+    dimensions. In other models, image tokens may attend to later tokens.
     """
     if not (prefix.is_full_attention and isinstance(head, SlicedHead)):
         return None
@@ -599,8 +531,7 @@ def columns_of_prompts(
 
 
 leaves_out_masks = contextvars.ContextVar("leaves_out_masks", default=False)
-"""True while a probe tests the prompt pass without a mask. With 32-bit weights, a probe computes in 32 bits. Without
-this flag, the probe's prompt pass on a GPU would then have a mask."""
+"""True while a probe tests the prompt pass without a mask."""
 
 
 def runs_in_16_bits(model: nn.Module, device: torch.device) -> bool:
@@ -613,10 +544,7 @@ def dense_chunks(
 ) -> tuple[ScoreChunk, RouterLoad | None]:
     """Make the function that runs a chunk of rows [prompt | completion] in one forward pass.
 
-    The first of the two values returned is this new function. The second is always None. `extended_chunks` returns the
-    routing of the prompt pass as its second value, but the dense path has no prompt pass.
-
-    If the features of an image are not stored yet, the image is encoded once per chunk.
+    The second value is always None, because the dense path has no prompt pass.
     """
     whole = batch.conversation_vision
     placed = None if whole else place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
@@ -672,8 +600,7 @@ def refuse_transformers_checkpointing(model: nn.Module) -> None:
 
 
 Aligned = Callable[[Tensor], Tensor]
-"""Function that takes all outputs of a forward pass, and returns the outputs [rows, T, ...] that predict the T
-completion tokens."""
+"""Picks, from all outputs of a forward pass, the outputs [rows, T, ...] that predict the T completion tokens."""
 
 Logits = Callable[[Tensor], Tensor]
 """Maps hidden states [..., H] to the model's logits [..., V]."""
@@ -684,8 +611,6 @@ class Head(Protocol):
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
         """Run the prompts, and return the outputs [N, 1, ...] at their last tokens.
-
-        These outputs predict the first new tokens.
 
         Args:
             model: The policy.
@@ -700,8 +625,7 @@ class Head(Protocol):
         Args:
             model: The policy.
             inputs: Arguments of its forward.
-            aligned: Picks the outputs that predict the tokens `ids`. If a separate pass ran the prompts, the output
-                that predicts the first token comes from that pass.
+            aligned: Picks the outputs that predict the tokens `ids`.
             ids: [rows, T] tokens.
             mask: [rows, T] False at padding, where the results are arbitrary.
         """
@@ -717,13 +641,7 @@ def at_columns(outputs: Tensor, columns: Tensor | None) -> Tensor:
 
 @dataclass
 class FullHead:
-    """Vocabulary head that computes log-probs and entropies of all tokens at once, from the model's own logits.
-
-    Args:
-        temperature: Divides the logits.
-        never: Ids of tokens that are never sampled, as in `Scorer`.
-        trains_entropy: True if entropies need a gradient.
-    """
+    """Vocabulary head that computes log-probs and entropies of all tokens at once."""
 
     temperature: float
     never: Sequence[int] = ()
@@ -758,7 +676,7 @@ class SlicedHead:
     trains_entropy: bool = False
 
     def prompt_states(self, model: nn.Module, inputs: dict[str, Any], last: Tensor | None = None) -> Tensor:
-        """Run the prompts, and return hidden states [N, 1, H]. The head runs on them later, in `score`."""
+        """Run the prompts, and return hidden states [N, 1, H]."""
         dtypes: list[torch.dtype] = []
 
         def pass_hidden(_: Logits, hidden: Tensor) -> Tensor:
@@ -801,7 +719,7 @@ class SlicedHead:
 
 
 NO_CHANCE = -1e4
-"""Logit of tokens that are never sampled. It is finite, but their probability is 0 in float32."""
+"""Logit of tokens that are never sampled. It is finite, but the probability is 0."""
 
 
 def token_values(
@@ -830,9 +748,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         model: The policy; its weights stay unchanged.
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
-        scale: Factor by which the model multiplies its head's output. The result of `logits` includes this factor. The
-            model multiplies the result of `forward` by the factor as well, so the caller must divide the model's output
-            by `scale`.
+        scale: Factor by which the model multiplies its head's output. `logits` includes it. The caller must divide the
+            model's output by `scale`.
     """
     head, config = running_module(base_model(model).get_output_embeddings()), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)
@@ -862,9 +779,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
 def logit_scale(model: nn.Module) -> float | None:
     """Measure the factor by which the model multiplies its head's output.
 
-    If the model does more than multiply, the result is None. Soft-capping that the config declares
-    (`final_logit_softcapping`) does not affect the result, because `head_replaced` disables it in the model.
-    `head_replaced` applies soft-capping only in `logits`, and `logits` is not called here.
+    None means that the model does more than multiply. `final_logit_softcapping` has no effect here, because
+    `head_replaced` disables it.
     """
     device = next(model.parameters()).device
     points = torch.tensor([1.0, -1.0, 0.0, 0.25, 3000.0], dtype=torch.float32, device=device)

@@ -1,7 +1,6 @@
 """Encode prompts as token ids, and their images as tensors that the policy's own processor makes.
 
-The processor encodes one prompt at a time, once for all completions of the prompt. Encoded prompts therefore never
-have to be sliced out of a batch.
+The processor encodes one prompt at a time.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_JOINER = "\u2060"
-"""Invisible character. If a text spells out an image placeholder, the character is inserted into the placeholder, so
-that the placeholder is tokenized as text."""
+"""Invisible character. If a text spells out an image placeholder, this character is inserted, so that the placeholder
+is tokenized as text."""
 
 BLANK_SIDE = 56
-"""Side of the blank image in pixels. If a vision tower must run although the prompts have no images, the tower runs on
-the blank image. The image is small, so that it has only a few tokens."""
+"""Side of the blank image in pixels."""
 
 
 class Encoder:
@@ -37,7 +35,7 @@ class Encoder:
 
     Args:
         tokenizer: The policy's tokenizer.
-        processor: The processor of a multimodal policy: tokenizer and image processor in one.
+        processor: The processor of a multimodal policy.
         config: The policy's config; None sets no limit on positions and vocabulary.
     """
 
@@ -76,8 +74,7 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embedding matrices have extra rows, so that their number of rows is a round number. The ids of the extra
-        rows cannot be decoded to text.
+        Many embedding matrices have extra rows.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -91,10 +88,6 @@ class Encoder:
 
     def __call__(self, prompt: Prompt, where: str = "") -> EncodedPrompt:
         """Encode a prompt and read its images.
-
-        Args:
-            prompt: Text or messages, with or without images.
-            where: Name of the prompt in errors. By default, `prompt.label`.
 
         Raises:
             ValueError: If the prompt cannot be tokenized, has unreadable images, or contains something that the policy
@@ -139,8 +132,7 @@ class Encoder:
     def check(self, prompt: Prompt, where: str = "") -> None:
         """Raise ValueError if a prompt contains video or audio, or if it contains an image and the policy is text-only.
 
-        Chat templates silently drop message parts of unknown types, or render such a part as a placeholder without
-        content.
+        Chat templates silently drop message parts of unknown types.
         """
         messages = () if isinstance(prompt.content, str) else prompt.content
         contents = (message.get("content") for message in messages)
@@ -159,10 +151,7 @@ class Encoder:
             )
 
     def check_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise ValueError if a token has no embedding.
-
-        In this case, the tokenizer belongs to another model, or was extended.
-        """
+        """Raise ValueError if a token has no embedding."""
         size = 0 if self.config is None else vocabulary_size(self.config)
         if size and max(ids, default=0) >= size:
             token = max(ids)
@@ -181,12 +170,7 @@ class Encoder:
         return encoded
 
     def vision_inputs(self, prompts: Sequence[PromptVision | None], *, needs_blank: bool) -> VisionInputs | None:
-        """Collect the vision inputs of encoded prompts, or return None if the policy is text-only.
-
-        Args:
-            prompts: The vision inputs of N encoded prompts.
-            needs_blank: True if the vision tower has to run even without images.
-        """
+        """Collect the vision inputs of encoded prompts, or return None if the policy is text-only."""
         if not self.is_multimodal:
             return None
         blank = self.blank if needs_blank and self.family is not None else None
@@ -195,7 +179,7 @@ class Encoder:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def num_tokens(self, prompt: Prompt, where: str = "") -> int:
-        """Length L of a prompt. Images are not decoded, because their number of tokens depends only on their size.
+        """Length L of a prompt. Images are not decoded.
 
         Raises:
             ValueError: If the prompt cannot be tokenized, or contains something that the policy does not support.
@@ -231,10 +215,7 @@ class Encoder:
         return vision.images
 
     def template(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
-        """Render messages as text that ends in an open assistant turn.
-
-        If the last message is an assistant message, this turn stays open. If not, a new assistant turn is opened.
-        """
+        """Render messages as text that ends in an open assistant turn."""
         text: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
             [dict(message) for message in messages], tokenize=False, **turn_settings(messages, settings)
         )
@@ -292,7 +273,7 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """Original size of an image, and its size as resized by the processor (if unknown, the original size)."""
+        """Original size of an image, and its size as resized by the processor (original if unknown)."""
         resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()
@@ -301,7 +282,7 @@ class Encoder:
         return ImageView(*image.size, *resized, self.family.coordinates if self.family else None)
 
     def escape_media_tokens(self, prompt: Prompt) -> Prompt:
-        """Escape image placeholders that are spelled out in the prompt's text, so that they are tokenized as text."""
+        """Escape image placeholders that a prompt's text spells out."""
         content = map_contents(merge_text_parts, prompt.content)
         spelled = [token for token in self.media_tokens if token in str(content)]
 
@@ -319,7 +300,7 @@ class Encoder:
 
 
 def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
-    """Apply `change` to a prompt's text, or to the content (text or list of parts) of each of its messages."""
+    """Apply `change` to a prompt's text, or to the content of each of its messages."""
     if isinstance(content, str):
         return change(content)
     # Tool calls have no content.
@@ -330,7 +311,7 @@ def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def merge_text_parts(parts: Any) -> Any:
-    """Merge adjacent text parts of a message, as templates do, to find special tokens that are split over two parts."""
+    """Merge adjacent text parts of a message, as templates do."""
     if isinstance(parts, str):
         return parts
     merged: list[Mapping[str, Any]] = []
@@ -372,10 +353,6 @@ def check_template_settings(settings: Mapping[str, Any]) -> None:
 def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `apply_chat_template` that continue a final assistant message, or else open an assistant turn.
 
-    Args:
-        messages: The chat.
-        settings: `chat_template_kwargs`.
-
     Raises:
         ValueError: If `settings` sets an argument that the encoder sets itself (`OWN_SETTINGS`).
     """
@@ -385,15 +362,10 @@ def turn_settings(messages: Sequence[Message], settings: Mapping[str, Any]) -> d
 
 
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str = "") -> list[int]:
-    """Tokenize a prompt, which is either a text or messages that the chat template renders.
+    """Tokenize a prompt.
 
-    A text is tokenized unchanged. After messages, the template opens an assistant turn. But if the last message is an
-    assistant message (a prefilled answer), the completions continue this message.
-
-    Args:
-        prompt: Text or messages.
-        tokenizer: The policy's tokenizer.
-        where: Name of the prompt in errors. By default, `prompt.label`.
+    After messages, the template opens an assistant turn. If the last message is an assistant message (a prefilled
+    answer), the completions continue this message.
 
     Raises:
         ValueError: If the prompt has no tokens.
@@ -443,16 +415,8 @@ def check_length(
 ) -> None:
     """Check that a prompt plus `max_completion_length` tokens fits the model's positions, or vLLM's `max_model_len`.
 
-    Args:
-        prompt: The prompt, which the error names.
-        num_tokens: Length L of the prompt.
-        limit: Maximum number of tokens of prompt and completion together; None means no limit.
-        max_completion_length: Maximum number of tokens of a completion.
-        is_of_engine: True if the limit is vLLM's `max_model_len`; False if it is the model's number of positions
-            (`num_positions`).
-
     Raises:
-        ValueError: If prompt and completion do not fit; the message names the prompt and the lengths.
+        ValueError: If prompt and completion do not fit.
     """
     if limit is not None and num_tokens + max_completion_length > limit:
         exceeded = f"vLLM's max_model_len of {limit}. Raise it (model.engine.max_model_len, or --max-model-len of the "

@@ -1,7 +1,6 @@
-"""Vision-language model families, one record each. Other files read a model's record and never check its model type.
+"""Vision-language model families, one record each. Other files never check a model type.
 
-A record has only the properties that models do not declare themselves. Models do declare which tensors their method
-`forward` takes, whether their positions are three-dimensional, and how many tokens an image has.
+A record has only the properties that models do not declare themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Resizing = Literal["pixels", "tiles", "fixed"]
 """How the number of tokens per image can be limited: by the image's number of `pixels`, by its number of `tiles`, or
-not at all (`fixed`), because all images are resized to the same size."""
+not at all (`fixed`)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Family:
     media_tokens: tuple[str, ...]
     """Placeholder and delimiter tokens of images and videos. They are never sampled, and are escaped in prompt texts.
 
-    A sampled placeholder would have no image, and the next forward pass would fail.
-    """
+    A sampled placeholder would have no image."""
 
     coordinates: Coordinates
     """Coordinate system in which the model locates objects in an image."""
@@ -46,10 +44,10 @@ class Family:
     """How many times the processor counts each pixel of an image towards the limits on the number of pixels."""
 
     attends_both_ways: bool = False
-    """True if image tokens attend bidirectionally to the tokens of the same image; such attention requires a mask."""
+    """True if image tokens attend bidirectionally to the tokens of the same image."""
 
     unused: tuple[str, ...] = ()
-    """Names of vision-tower modules whose outputs are unused, so that these modules never get a gradient."""
+    """Names of vision-tower modules whose outputs are unused."""
 
     has_vllm: bool = False
     """True if vLLM's log-probs of this family have been compared with the policy's, for prompts with images."""
@@ -92,7 +90,7 @@ REMOTE_CODE = {"internvl_chat": "internvl"}
 
 
 def is_multimodal(config: Any) -> bool:
-    """True for the config of a multimodal model, which takes images."""
+    """True for the config of a multimodal model."""
     return getattr(config, "vision_config", None) is not None
 
 
@@ -104,10 +102,8 @@ def family_of(config: Any) -> Family | None:
 def native_checkpoints(name: str) -> str:
     """Name a native transformers checkpoint to use instead of an InternVL checkpoint that needs remote code.
 
-    OpenGVLab publishes native checkpoints of InternVL3 and InternVL3.5. The name of a native checkpoint is the name of
-    the remote-code checkpoint plus `-hf` (InternVL3) or `-HF` (InternVL3.5). If `name` ends like `InternVL3-2B` or
-    `InternVL3_5-4B`, the native checkpoint of this version and size is named. For any other name, such as that of an
-    InternVL2.5 checkpoint, two native checkpoints are named as examples.
+    If `name` ends like `InternVL3-2B` or `InternVL3_5-4B`, its native checkpoint is named. For any other name, two
+    examples are named.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:
@@ -126,7 +122,7 @@ def unknown_reason(config: Any) -> str | None:
 
 
 def refuse_remote_code(name: str, model_type: str | None) -> None:
-    """Raise ValueError if this model type needs remote code. The message names native checkpoints."""
+    """Raise ValueError if this model type needs remote code."""
     if model_type in REMOTE_CODE:
         raise ValueError(
             f"model.policy {name!r} is a checkpoint with remote code (model type {model_type}), which cannot be "
@@ -142,7 +138,7 @@ def vision_parts(model: nn.Module, family: Family) -> Iterator[nn.Module]:
 
 
 def inner_model(model: nn.Module) -> Any:
-    """The model without its head. It maps images and tokens to hidden states."""
+    """The model without its head."""
     return base_model(model).model
 
 
@@ -166,10 +162,7 @@ def freeze_vision(model: nn.Module) -> None:
 
 
 def freeze_unused(model: nn.Module) -> None:
-    """Freeze the unused modules of the vision tower, and log their names.
-
-    If they were not frozen, DDP would wait for their gradients.
-    """
+    """Freeze the unused modules of the vision tower, because DDP would wait for their gradients."""
     for name, module in unused_parts(model).items():
         if any(weight.requires_grad for weight in module.parameters()):
             module.requires_grad_(False)

@@ -1,27 +1,19 @@
 """KV caches for scoring and for decoding, in which the completions of a prompt share the prompt's keys and values.
 
-Scoring. `PrefixCache` is a write-once cache, that is, the states of each prompt are stored once and only read
-afterwards.
+Scoring. `PrefixCache` is a write-once cache. The states of each prompt are stored once and only read afterwards.
 
     prefix = PrefixCache(model.config)                                   # the prompt pass fills it
     model(**prompts, cache=prefix, use_cache=True)
     model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
-The prompt pass runs the prompts, and the completion pass runs the completions with the cache. The passes have separate
-cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass in the backward pass, when
-the completion pass has already run. The recomputation needs the cache as the prompt pass left it. Because no state is
-written twice, both passes can be checkpointed, and gradients can flow through the states of linear-attention layers. In
-contrast, the cache of transformers overwrites the states of linear-attention layers in place.
+The passes have separate cache objects because of activation checkpointing. Because no state is written twice, both
+passes can be checkpointed, and gradients can flow through the states of linear-attention layers.
 
-Decoding. A prefill stores the prompts' keys and values in a `SamplingCache`. Decoding then continues with one of two
-caches, which have the same methods (`DecodingCache`):
+Decoding. After a prefill into a `SamplingCache`, decoding continues with one of two caches (`DecodingCache`):
 
-- `SharedPrompts` stores the states of each prompt once. All completions of a prompt read the prompt's keys and values
-  in one operation. The keys and values of each completion are written in place. Other prompts can join while
-  completions are decoded. This cache needs a model whose attention can be replaced.
+- `SharedPrompts` stores the states of each prompt once. This cache needs a model whose attention can be replaced.
 - `RepeatedPrompts` repeats the prompts' states for their completions, and grows with every token. This cache works with
-  all states that transformers can repeat, including the states of sliding windows, of linear attention, and of
-  attention that cannot be replaced.
+  all states that transformers can repeat.
 """
 
 from __future__ import annotations
@@ -77,7 +69,7 @@ class StoredAttention(DynamicLayer):
         return states
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the states, unless this is a recompute. In both cases, return the given states unchanged."""
+        """Store the states, unless this is a recompute, and return them unchanged."""
         if not self.is_initialized:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.keys, self.values = self.visible(key_states), self.visible(value_states)
@@ -139,7 +131,7 @@ READS: dict[type, type] = {StoredAttention: ReadAttention, StoredSlidingAttentio
 if hasattr(cache_utils, "LinearAttentionLayer") and hasattr(Cache, "get_conv_state"):
 
     class StoredLinear(cache_utils.LinearAttentionLayer):  # type: ignore[name-defined, misc]
-        """Linear-attention layer in the cache of the prompt pass. It stores the convolution and recurrent states."""
+        """Linear-attention layer in the cache of the prompt pass."""
 
         def update_conv_state(
             self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -220,11 +212,11 @@ def stores_keys(config: PretrainedConfig) -> bool:
 
 
 class PrefixCache(Cache):
-    """Cache of the prompt pass. One forward pass over the prompts fills this cache.
+    """Cache of the prompt pass.
 
     Raises:
         UnsupportedCacheError: If a cache layer of the model is not in `STORES`, or the config does not contain the
-            number of cache layers. The model then runs each prompt once per completion (dense path).
+            number of cache layers.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -237,10 +229,7 @@ class PrefixCache(Cache):
 
     @property
     def is_full_attention(self) -> bool:
-        """True if all layers have full attention.
-
-        A token's state then depends neither on later tokens nor on its column.
-        """
+        """True if all layers have full attention."""
         return all(type(layer) is StoredAttention for layer in self.layers)
 
     def check_filled(self) -> None:
@@ -256,11 +245,10 @@ class PrefixCache(Cache):
     def reorder(self, columns: Tensor) -> None:
         """Reorder the columns of the prompts' stored keys and values. All layers must have full attention.
 
-        Reordering is not part of the prompt pass, because activation checkpointing can run that pass again.
+        Reordering is not part of the prompt pass, which activation checkpointing can run again.
 
         Args:
-            columns: [N, L] indices of old columns. In prompt n, new column j gets the states of old column
-                `columns[n, j]`.
+            columns: [N, L] indices of old columns. In prompt n, column j gets the states of old column `columns[n, j]`.
 
         Raises:
             LostCacheError: If the prompt pass left a layer empty.
@@ -273,7 +261,7 @@ class PrefixCache(Cache):
             )
 
     def extend(self, rows: Rows) -> ExtendedCache:
-        """Make the cache of the completion pass. It contains the prompts' states, repeated for `rows`.
+        """Make the cache of the completion pass, with the prompts' states repeated for `rows`.
 
         Raises:
             LostCacheError: If the prompt pass left a layer empty.
@@ -299,16 +287,15 @@ class ExtendedCache(Cache):
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 FIRST_CAPACITY = 64
-"""Number of tokens per completion that `SharedPrompts` initially has room for; if the room is full, it is doubled."""
+"""Number of tokens per completion that `SharedPrompts` initially has room for."""
 
 KEY_MULTIPLE = {"cuda": 8}
-"""Number of keys whose bias an attention kernel reads at a time, by device type; 1 on other devices. The padded length
-of prompts is a multiple of this number."""
+"""Number of keys whose bias an attention kernel reads at a time, by device type; 1 on other devices. Prompts are padded
+to a multiple of this number."""
 
 WINDOWS = (64, 128, 256, 512)
 """Window sizes of decoding steps with fixed shapes. A window of w covers the first w columns of completion tokens;
-columns that are not filled yet are masked. Larger windows are multiples of the last size. No window exceeds the
-capacity of the cache."""
+unfilled columns are masked. Larger windows are multiples of the last size."""
 
 ATTENTION = "grpo_lightning_shared_prompts"
 """The name under which transformers finds `attend_to_current` among its attention functions. No mask function has this
@@ -322,8 +309,7 @@ class DecodingCache(Protocol):
         """Make room for one more token per row.
 
         Returns:
-            Arguments of the model's forward. The KV cache is named `cache`. The function `known_arguments` changes this
-            name to the model's own.
+            Arguments for `known_arguments`, with the KV cache named `cache`.
         """
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
@@ -336,9 +322,8 @@ class DecodingCache(Protocol):
 class SamplingCache(DynamicCache):
     """KV cache (`DynamicCache`) that stores keys and values in the dtype that attention uses.
 
-    Under autocast the rotary embedding multiplies by float32 cosines and returns float32 keys, and the values become
-    float32 too. Attention then casts the entire cache at every token. This cache casts keys and values once, when they
-    are stored. The results are the same, with half the memory.
+    Under autocast the rotary embedding returns float32 keys, and the values become float32 too. Attention then casts
+    the entire cache at every token.
     """
 
     def update(
@@ -360,15 +345,7 @@ class States(NamedTuple):
 
 
 class RepeatedPrompts:
-    """A prefilled cache whose states are repeated for the completions.
-
-    Args:
-        policy: The model; not used by this class.
-        prefilled: The states of N prompts.
-        mask: [N, L] bool, False at padding.
-        prompt_of: [rows] index of each row's prompt.
-        longest: Maximum number of tokens per row that will be stored; not used by this class.
-    """
+    """A prefilled cache whose states are repeated for the completions."""
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -403,13 +380,11 @@ class SharedPrompts(Cache):
 
         o = o_c + sigmoid(s_p - s_c) (o_p - o_c)
 
-    Here o_p is the output of attention to the prompt, and o_c is the output of attention to the completion. The
-    log-sum-exps of the scores are s_p for the prompt and s_c for the completion. The queries of all completions of a
-    prompt attend to the prompt's keys in one matrix product, without a copy of the keys per completion or per query
-    head. In the names of attributes and arguments, `own` stands for the completion tokens of a row.
+    Here o_p and o_c are the outputs of attention to the prompt and to the completion. The log-sum-exps of the scores
+    are s_p and s_c. In names, `own` stands for the completion tokens of a row.
 
-    Rows that join during decoding (`join`) have fewer completion tokens than the rows that were there before. The k-th
-    completion token of a row is always in column k, and a bias masks the columns that a row has not filled yet.
+    The k-th completion token of a row is always in column k, and a bias masks the columns that a row has not filled
+    yet.
 
     Args:
         policy: The model.
@@ -421,7 +396,7 @@ class SharedPrompts(Cache):
 
     has_fixed_shapes = False
     """True if every step uses the same tensors, with the same shapes, until `layout` changes. A CUDA graph can then
-    compute the steps. Attention covers the whole window (`WINDOWS`), and masks its columns that are not filled yet."""
+    compute the steps."""
 
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """`merge_parts`, unless the local engine replaces it by a version that runs as one kernel."""
@@ -455,10 +430,9 @@ class SharedPrompts(Cache):
         """[rows, 1, 1, length] added to the scores of completion tokens: -inf in unfilled columns, 0 elsewhere.
 
         Without fixed shapes (`has_fixed_shapes`), it is None if all columns are filled. With fixed shapes, the last
-        dimension is the window (`WINDOWS`), and the bias is never None during a step."""
+        dimension is the window (`WINDOWS`)."""
         self.stored: tuple[int, Tensor, Tensor] | None = None
-        """The layer that has stored keys and values most recently, with these keys and values. None if no layer has
-        stored any yet."""
+        """The layer that has stored keys and values last, its keys and its values; None if there is none yet."""
         self.own = [States(*(x.new_empty(len(prompt_of), x.shape[1], 0, x.shape[3]) for x in pair)) for pair in states]
         """Per layer, [rows, key heads, capacity, head size]."""
         self.prompt_length = mask.shape[1]
@@ -544,11 +518,6 @@ class SharedPrompts(Cache):
     def states_of(self, row: int, num_prompt: int, num_own: int) -> list[States]:
         """Copy the states of a row's prompt, and of the row's first `num_own` completion tokens.
 
-        Args:
-            row: The row.
-            num_prompt: Number of tokens of its prompt.
-            num_own: Number of completion tokens to copy.
-
         Returns:
             Per layer, keys and values [key heads, num_prompt + num_own, head size].
         """
@@ -568,8 +537,6 @@ class SharedPrompts(Cache):
         """Append the prompts and rows of another cache.
 
         The rows of the other cache must not have completion tokens yet. The other cache must not be used afterwards.
-        All prompts, old and new, are left-padded to the length of the longest one. On CUDA, this length is rounded up
-        to a multiple of 8 (`KEY_MULTIPLE`).
         """
         assert not other.num_steps, "the rows of the other cache have own tokens already"
         lengths = torch.cat([self.mask.sum(1), other.mask.sum(1)]).tolist()
@@ -587,11 +554,7 @@ class SharedPrompts(Cache):
         self.count_ages([*self.start, *[self.num_steps] * new_rows])
 
     def count_ages(self, start: list[int]) -> None:
-        """Set the number of completion tokens of each row.
-
-        Args:
-            start: [rows] `num_steps` when the row joined.
-        """
+        """Set the number of completion tokens of each row."""
         ages = [self.num_steps - step for step in start]
         self.start, self.length = start, max(ages)
         self.ages = None if len(set(ages)) == 1 else torch.tensor(ages, device=self.device)
@@ -599,11 +562,10 @@ class SharedPrompts(Cache):
         self.changes += 1
 
     def group(self, prompt_of: list[int]) -> None:
-        """Group the rows by prompt, and give each row a place, which is the row's index within its group.
+        """Group the rows by prompt, and give each row a place.
 
         `row_at` holds the row at each place of each group. `place_of` holds the group and the place of each row. All
-        groups have as many places as the largest group has rows. An unused place refers to row 0, and the attention
-        that is computed for this place is dropped.
+        groups have equally many places. An unused place refers to row 0, and its attention is dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]
         places = []
@@ -615,7 +577,7 @@ class SharedPrompts(Cache):
         rows = [[*group, *[0] * (size - len(group))] for group in members]
         self.every_row = torch.arange(len(prompt_of), device=self.device)
         self.is_in_order = [row for group in rows for row in group] == list(range(len(prompt_of)))
-        """True if the groups are equally large and the rows are in group order, so that no row has to be gathered."""
+        """True if the groups are equally large and the rows are in group order."""
         self.row_at = torch.tensor(rows, device=self.device)  # [N, size]
         self.place_of = torch.tensor([prompt_of, places], device=self.device)  # [2, rows]
 
@@ -690,10 +652,10 @@ def merge_parts(of_own: Tensor, own_sum: Tensor, of_prompt: Tensor, prompt_sum: 
     """Merge attention to the prompt and attention to the completion by the formula in `SharedPrompts`.
 
     Args:
-        of_own: [..., head size] output of attention to the completion tokens.
-        own_sum: [...] log-sum-exps of the scores of the completion tokens.
-        of_prompt: [..., head size] output of attention to the prompt tokens.
-        prompt_sum: [...] log-sum-exps of the scores of the prompt tokens.
+        of_own: [..., head size], o_c.
+        own_sum: [...], s_c.
+        of_prompt: [..., head size], o_p.
+        prompt_sum: [...], s_p.
 
     Returns:
         [..., head size], contiguous.
@@ -769,11 +731,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
-    """Choose the fused kernel behind torch's `scaled_dot_product_attention`, or `matrix_products`.
-
-    The choice is `matrix_products` if no fused kernel supports the arguments. Older GPUs have no kernels for bfloat16,
-    and no GPU has kernels for head sizes that are not multiples of 8.
-    """
+    """Choose torch's fused kernel, or `matrix_products` if the kernel does not support the arguments."""
     kernel = {"cpu": flash_of_cpu, "cuda": efficient_of_cuda}.get(device_type, matrix_products)
     sample = torch.zeros(1, 1, 8, head_size, dtype=dtype, device=device_type)
     try:
@@ -805,7 +763,7 @@ def efficient_of_cuda(
 def matrix_products(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """See `attention`. Computes in at least float32, for devices, dtypes and head sizes without a fused kernel."""
+    """See `attention`. Computes in at least float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = scaling * query.to(wide) @ keys.to(wide).transpose(-1, -2)
     scores = scores if bias is None else scores + bias
@@ -824,7 +782,7 @@ def masking_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_left(states: Tensor, length: int) -> Tensor:
-    """Bring left-padded states [..., L, size] to `length` tokens by adding zeros or dropping padding on the left."""
+    """Bring left-padded states [..., L, size] to `length` tokens."""
     return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 
@@ -842,11 +800,11 @@ def moves_to(rows: list[int], device: torch.device) -> Moves:
 
 
 def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
-    """Move rows of states [rows, heads, capacity, head size] in place, copying `length` tokens of each row that moves.
+    """Move rows of states [rows, heads, capacity, head size] in place.
 
     Args:
         states: Changed in place.
-        moves: The moves. A row may move only to a place whose row is not needed any more.
+        moves: A row may move only to a place whose row is not needed any more.
         count: Number of rows that remain.
         length: Tokens to copy.
 
@@ -861,9 +819,6 @@ def move_rows(states: Tensor, moves: Moves, count: int, length: int) -> Tensor:
 
 def pack_rows(kept: list[int]) -> list[int]:
     """Assign the kept rows to the first len(kept) places, so that as few rows as possible move.
-
-    If the row of a place is kept, the row stays in its place. If not, the place gets a kept row from a place beyond the
-    first len(kept).
 
     Args:
         kept: Rows to keep, ascending.

@@ -58,8 +58,7 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded. A sharded model cannot run before training starts, so the Lightning module calls
-    `choose_scorer` at the start of training."""
+    """None if the weights are sharded. A sharded model cannot run before training starts."""
 
     converted_dtype: torch.dtype | None = None
     """Dtype that the strategy will convert all weights to; None if it converts none."""
@@ -83,8 +82,7 @@ class PolicyLoader(PolicySettings):
         """Make a loader for a policy that is given as a name, a folder, a model, a config or settings.
 
         Raises:
-            ValueError: If a tokenizer is given together with a loader, because a loader has its own setting for the
-                tokenizer.
+            ValueError: If a tokenizer is given together with a loader.
         """
         if isinstance(policy, PolicyLoader):
             if tokenizer is not None:
@@ -104,12 +102,12 @@ class PolicyLoader(PolicySettings):
         compute_dtype: str | None = None,
         device_type: str | None = None,
     ) -> Policy:
-        """Load the tokenizer first and then the weights, and choose how log-probs are computed.
+        """Load the tokenizer and then the weights, and choose how log-probs are computed.
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
-            longest_row: Maximum number of tokens in a row of this run (prompt and completion). The rotary frequencies
-                of longrope and dynamic rope are fixed to this length. None means the model's maximum length.
+            longest_row: Maximum number of tokens in a row of this run (prompt and completion). None means the model's
+                maximum length.
             compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
             device_type: Device type of the run; None means CUDA if available.
         """
@@ -148,7 +146,7 @@ class PolicyLoader(PolicySettings):
     def choose_scorer(
         self, model: nn.Module, encoder: Encoder, device_type: str, *, is_sharded: bool = False
     ) -> Scorer:
-        """Choose the scoring path and vocabulary head of a model by running the model, and log the reasons."""
+        """Choose the scoring path and vocabulary head of a model by running the model."""
         path, reason = choose_path(model, self.scoring)
         write = log.info if unknown_reason(encoder.config) is None else log.warning
         write("Scoring path: %s (%s).", path, reason)
@@ -166,21 +164,14 @@ class PolicyLoader(PolicySettings):
         return scorer
 
     def choose_chunks(self, config: PretrainedConfig, device_type: str, *, is_sharded: bool) -> int | AutoChunks | None:
-        """Choose the scorer's `chunk_size`.
-
-        If the setting `chunk_size` is "auto", the cost of this model's forward pass decides. If not, the setting is
-        returned unchanged.
-        """
+        """Choose the scorer's `chunk_size`."""
         if self.chunk_size != "auto":
             return self.chunk_size
         is_checkpointed = self.activation_checkpointing == "chunks"
         return auto_chunks(config, device_type, is_sharded=is_sharded, is_checkpointed=is_checkpointed)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer, and make sure that it has a pad token.
-
-        For a multimodal policy, this is the tokenizer of its processor.
-        """
+        """Load the tokenizer, and make sure that it has a pad token."""
         return self.load_encoder().tokenizer
 
     def load_processor(self) -> Any:
@@ -188,13 +179,13 @@ class PolicyLoader(PolicySettings):
         return load_processor(self, self.load_config())
 
     def load_encoder(self) -> Encoder:
-        """Load the encoder, which turns prompts into the policy's inputs."""
+        """Load the encoder."""
         config = self.load_config()
         processor = load_processor(self, config)
         return Encoder(load_tokenizer(self, processor, config), processor, config)
 
     def choose_attention(self, compute_dtype: str, device_type: str, config: PretrainedConfig) -> str | None:
-        """The kernel to request from transformers (see the function `choose_attention`); None for a model in memory."""
+        """The kernel to request from transformers; None for a model in memory."""
         if isinstance(self.model, nn.Module):
             return None
         return choose_attention(
@@ -207,17 +198,7 @@ class PolicyLoader(PolicySettings):
     def load_model(
         self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
     ) -> PreTrainedModel:
-        """Load the model in eval mode, before layers are frozen and adapters are added.
-
-        Weights that are loaded or randomly initialized have the dtype `self.dtype`. A model in memory keeps the dtype
-        of its weights.
-
-        Args:
-            sharding: How the weights will be sharded over the ranks; None if they are not sharded.
-            attention: Kernel to request from transformers. None uses `self.attention`, or the model's default kernel if
-                `self.attention` is "auto".
-            device_type: Device type that quantized weights are stored on; None means CUDA if available.
-        """
+        """Load the model in eval mode, before layers are frozen and adapters are added."""
         from transformers import PreTrainedModel
 
         sharding = sharding or Sharding()
@@ -264,12 +245,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 
 def meta_model(config: PretrainedConfig, **options: Any) -> Any:
-    """Build the model of a config on the meta device, where parameters have shapes but no memory.
-
-    Args:
-        config: The model's config, which is not changed.
-        options: Arguments of `from_config`, for example `trust_remote_code`.
-    """
+    """Build the model of a config on the meta device."""
     with torch.device("meta"):
         return auto_class_of(config).from_config(copy.deepcopy(config), **options)
 
@@ -277,9 +253,8 @@ def meta_model(config: PretrainedConfig, **options: Any) -> Any:
 def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str, Any]:
     """Arguments of `from_config` that select the checkpoint's modeling code at the revision `policy.revision`.
 
-    Without these arguments, transformers would download the newest code, because `from_config` does not know the
-    revision that the config was loaded from. If the code is in another repository, no revision is passed, because the
-    checkpoint's revision does not apply to that repository.
+    Without these arguments, transformers would download the newest code. If the code is in another repository, no
+    revision is passed.
     """
     references = map(str, (getattr(config, "auto_map", None) or {}).values())
     repositories = {reference.partition("--")[0] for reference in references if "--" in reference}
@@ -291,13 +266,10 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
 
 
 def import_model_code(config: PretrainedConfig) -> None:
-    """Import the module of transformers that defines the models of this config, if transformers defines them.
+    """Import the module of transformers that defines the models of this config.
 
-    While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes, and restores them afterwards.
-    If a Python module is imported while the constructors are replaced, the classes of this module get back the
-    constructors that they had before their decorators ran. Classes of experts then lack what transformers' decorators
-    add to the constructors, and the next model that is built in the process cannot run. Therefore the Python module is
-    imported before the model is built.
+    While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes. Classes that are imported in
+    between lose what transformers' decorators added to their constructors, and cannot run.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -311,13 +283,9 @@ MOST_FLASH_HEAD = 256
 
 
 def no_flash_reason(config: PretrainedConfig, **options: Any) -> str | None:
-    """Reason why flash_attention_2 would fail or give wrong results with a model of this config; None if there is none.
+    """Reason why a model of this config cannot use flash_attention_2; None if there is none.
 
     FlashAttention's kernels support no mask other than padding, and silently ignore all other masks of transformers.
-
-    Args:
-        config: The policy's config.
-        options: Arguments of `from_config`, for example `trust_remote_code`.
     """
     text, family = config.get_text_config(decoder=True), family_of(config)
     if family is not None and family.attends_both_ways:
@@ -345,19 +313,11 @@ def choose_attention(
     device_type: str,
     no_flash_reason: Callable[[], str | None] = lambda: None,
 ) -> str | None:
-    """Choose the attention kernel to request from transformers; None means the model's default, which is usually sdpa.
-
-    Args:
-        requested: `policy.attention`.
-        compute_dtype: Dtype that the run computes in.
-        device_type: Device type of the run.
-        no_flash_reason: Returns the reason why the model cannot run with FlashAttention, or None. Called only if
-            nothing else prevents FlashAttention.
+    """Choose the attention kernel to request from transformers (None is the model's default).
 
     Raises:
         ModuleNotFoundError: If FlashAttention is requested and not installed.
-        ValueError: If FlashAttention is requested and cannot run, because the run is not on CUDA, computes in float32,
-            or has a model that does not support it.
+        ValueError: If FlashAttention is requested and cannot run.
     """
     if requested not in ("auto", "flash_attention_2"):
         return requested
@@ -382,11 +342,9 @@ def choose_attention(
 
 
 def disable_cudnn_attention() -> None:
-    """Keep `scaled_dot_product_attention` from using cuDNN, which torch prefers on Hopper and later GPUs.
+    """Keep `scaled_dot_product_attention` from using cuDNN.
 
-    cuDNN needs tens of milliseconds to make a plan for a new shape, and every decoding step and micro-batch has a new
-    shape. Without cuDNN, torch uses FlashAttention if there is no mask, and the memory-efficient kernel if there is a
-    mask.
+    cuDNN makes a plan for every new shape, which takes tens of milliseconds.
     """
     if torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -400,10 +358,7 @@ def refuse_non_causal(model: nn.Module) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0, because active dropout gives importance ratios of 0.85 to 1.15 before any update.
-
-    Models store dropout rates in modules or attributes, or read them from the config in every forward pass.
-    """
+    """Set every dropout rate to 0, because dropout alone makes importance ratios differ from 1."""
     for owner in (model.config, text_config(model), *model.modules()):
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0
@@ -415,8 +370,7 @@ def disable_dropout(model: nn.Module) -> None:
 def disable_router_loss(model: nn.Module) -> None:
     """Keep a mixture of experts from computing its own load-balancing loss (`output_router_logits`).
 
-    Models compute this loss from the attention mask and the routing. With a KV cache, the mask covers all tokens, but
-    the routing covers only the tokens of one forward call, so the models cannot compute the loss.
+    With a KV cache, the routing covers only the tokens of one forward call, so models cannot compute this loss.
     `training.router_loss` computes the loss instead.
     """
     configs: list[Any] = [model.config, text_config(model)]
@@ -428,9 +382,7 @@ def disable_router_loss(model: nn.Module) -> None:
 def checkpoint_layers(model: nn.Module) -> None:
     """Recompute every decoder layer in the backward pass (activation checkpointing), without dropping the KV cache.
 
-    Only the `forward` of each layer is wrapped, not the layer itself. Hooks that sharding strategies add to the layer
-    therefore do not run again when the layer is recomputed. transformers' own gradient checkpointing cannot be used,
-    because it drops the cache in train mode.
+    Only the `forward` of each layer is wrapped, so that hooks of sharding strategies do not run again.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -446,7 +398,7 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def uncheckpoint_layers(model: nn.Module) -> None:
-    """Undo `checkpoint_layers`, for a model in memory that an earlier run used. Does nothing to other models."""
+    """Undo `checkpoint_layers`, for a model in memory that an earlier run used."""
     for layer in filter(is_checkpointed, model.modules()):
         (forward,) = vars(layer).pop("forward").args
         # The method of the layer's class needs no attribute. Another function may be bound to the layer, too.
@@ -463,7 +415,7 @@ def is_checkpointed(layer: nn.Module) -> bool:
 def run_layer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a layer, with activation checkpointing if a backward pass will follow.
 
-    Without a backward pass, checkpointing would still read the random state of the device for every layer and token.
+    Without one, checkpointing would still read the random state for every layer and token.
     """
     if torch.is_grad_enabled():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -525,10 +477,9 @@ def check_loading(loader: PolicySettings, sharding: Sharding) -> None:
 
 
 def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig) -> None:
-    """Check the names in the adapters' settings, on a model in memory or on a model without weights.
+    """Check the names in the adapters' settings before weights are loaded.
 
-    Building a model of 70B parameters on the meta device takes 0.2 seconds. `PolicyLoader.load` checks the names again
-    on the loaded model, because some models cannot be built without weights.
+    `PolicyLoader.load` checks the names again on the loaded model, because some models cannot be built without weights.
 
     Raises:
         ValueError: See `lora_injection.check_names`.
@@ -547,16 +498,7 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """Read a setting of the policy's adapter; None if the policy has no adapter.
-
-    If the policy was given as a `PeftModel`, the setting is read from this model. If `policy.lora` has an initial
-    adapter (`policy.lora.adapter`), the setting is read from the config of this adapter. In all other cases, the
-    setting is read from `policy.lora` itself.
-
-    Args:
-        loader: The policy's settings.
-        name: Name of the setting, which must be the same in peft and in `LoRA`, for example "use_dora".
-    """
+    """Read a setting, which has the same name in peft and in `LoRA`; None if the policy has no adapter."""
     if loader.has_adapters_in_memory:
         return getattr(loader.model.peft_config[trained_adapter(loader.model)], name)
     if loader.lora is None or loader.lora.adapter is None:
@@ -634,7 +576,7 @@ def keep_differentiable(model: nn.Module) -> None:
     """Keep the differentiable weight layout of 4-bit layers on CPUs.
 
     On CPUs with bf16 instructions, bitsandbytes repacks 4-bit weights in the first forward pass in eval mode. The
-    product with repacked weights has no backward pass, so most adapters would get no gradient after the first rollout.
+    product with repacked weights has no backward pass.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

@@ -13,41 +13,36 @@ from grpo_lightning.policy.transformers_internals import is_copied
 
 BASE_IS_LOST = ("pissa_niter", "corda", "lora_ga")
 """Initializations (`init_lora_weights`) that change the base's weights in a way that peft cannot repeat when it loads a
-saved adapter. This change depends on random numbers, or on activations and gradients that were computed from data.
-PiSSA, OLoRA and LoftQ change the base's weights too, but peft can repeat their change."""
+saved adapter. peft can repeat the changes of PiSSA, OLoRA and LoftQ."""
 
 OF_ADAPTERS = (
     *("rank", "alpha", "target_modules", "target_parameters"),
     *("use_rslora", "use_dora", "modules_to_save"),
 )
-"""Settings of `LoRA` that cannot be set together with `adapter`, because a saved adapter has its own."""
+"""Settings of `LoRA` that cannot be set together with `adapter`."""
 
 
 @dataclass
 class LoRA:
     """Low-rank adapters (arXiv:2106.09685). A layer's weight is W + alpha / rank * B A, and only A and B are trained.
 
-    The base is the model without adapters. New adapters start with B = 0, so that the initial policy equals the base.
-    Adapters are float32, whatever the dtype of the base.
+    New adapters start with B = 0, so that the initial policy equals the base. Adapters are float32, whatever the dtype
+    of the base.
 
     Args:
-        rank: Number of rows of A, which is the number of columns of B.
+        rank: Rows of A and columns of B.
         alpha: B A is scaled by alpha / rank.
         dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Passes for sampling, old and
-            reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1. If
-            `model.old_logprobs` is not "rollout", the first update on a rollout is an exception. Its ratios are 1,
-            because it uses its own log-probs as old log-probs.
+            reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1.
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
             the language model except its output head. If the head is tied to the embeddings, an adapter of the head
-            changes only the head. Merged exports then contain head and embeddings as separate weights.
-        target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`. Mixtures of experts
-            store all experts of a layer in one tensor. Every expert gets an A and a B of its own. If the setting is
-            None, experts get no adapters.
-        use_rslora: Scale B A by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732, equation 4). A
-            larger rank then does not make the adapter's output smaller.
+            changes only the head.
+        target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`. Every expert gets an
+            A and a B of its own. With None, experts get no adapters.
+        use_rslora: Scale B A by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732, equation 4). A larger rank then does not
+            make the adapter's output smaller.
         use_dora: Also train the magnitude of each row of W + s B A (DoRA, arXiv:2402.09353, equation 5). Here s is
-            alpha / rank, or alpha / sqrt(rank) with `use_rslora`. Each row is scaled to a trained norm, which starts at
-            the norm of the same row of W.
+            alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
         modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
             originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. A module is refused
             if its weights are tied to those of another module.
@@ -126,7 +121,7 @@ def adapter_config(adapter: str) -> Any:
         ValueError: If the adapter is not LoRA.
         ValueError: If the adapter trains biases or the embeddings of single tokens, which cannot be switched off for
             the reference.
-        ValueError: If the adapter is aLoRA, which is active only on its invocation tokens and on the tokens after them.
+        ValueError: If the adapter is aLoRA.
         ValueError: If the adapter's initialization changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig
@@ -144,13 +139,7 @@ def adapter_config(adapter: str) -> Any:
 
 
 def check_config(config: Any, subject: str) -> None:
-    """Check that an adapter can be trained, and that the reference can be computed from the same base model.
-
-    The reference is the base model without the adapter, or with the adapter's initial weights.
-
-    Args:
-        config: peft's config of the adapter.
-        subject: How error messages name the adapter.
+    """Check that an adapter can be trained.
 
     Raises:
         ValueError: See `adapter_config`.
@@ -181,10 +170,7 @@ def check_config(config: Any, subject: str) -> None:
 
 
 def check_given(model: Any) -> None:
-    """Check that a model in memory that already has adapters can be trained in its present state.
-
-    Args:
-        model: Any model with peft's `peft_config`, for example the result of `get_peft_model`.
+    """Check that a model in memory that already has adapters can be trained.
 
     Raises:
         ValueError: If the model is not a `PeftModel` around a transformers model.

@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 
 def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> Any:
-    """Freeze a model, and add float32 adapters to its layers. The adapters are equal on every rank.
+    """Freeze a model, and add float32 adapters to its layers.
 
     Args:
-        model: The unsharded base model. Its layers are replaced in place. The result wraps the base model.
+        model: The unsharded base model. Its layers are replaced in place.
         lora: Settings of the adapters.
-        dtype: Dtype that the strategy converts all weights to (`Sharding.converts_weights`); None if it converts none.
+        dtype: Dtype that the strategy converts all weights to; None for no conversion.
 
     Raises:
         ValueError: If the model already has adapters.
@@ -53,8 +53,7 @@ def add_adapters(model: Any, lora: LoRA, dtype: torch.dtype | None = None) -> An
     from transformers.pytorch_utils import Conv1D
 
     check_names(model, lora)
-    # Seeded for two reasons. A resumed run must make the same A again. Every rank must make the same A, even if the
-    # strategy then shards A and keeps only one shard per rank.
+    # Seeded, because a resumed run and every rank must make the same A.
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # peft sets it by layer
@@ -101,11 +100,7 @@ class Selection(NamedTuple):
 
 
 def select(model: Any, lora: LoRA) -> Selection:
-    """Select the layers and parameters that new adapters change, by the names in the adapters' settings.
-
-    Args:
-        model: The base model; its weights are not read, so it may be on the meta device.
-        lora: Settings of the new adapters. Their field `adapter` (a saved adapter to start from) is None.
+    """Select the layers and parameters that new adapters change.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.
@@ -128,7 +123,7 @@ def check_names(model: Any, lora: LoRA, *, freezes_vision: bool = False) -> None
     Args:
         model: The base model; its weights are not read, so it may be on the meta device.
         lora: Settings of the adapters.
-        freezes_vision: True if the vision tower and its projector must not be trained (`policy.freeze_vision_modules`).
+        freezes_vision: `policy.freeze_vision_modules`.
 
     Raises:
         ValueError: If a name matches nothing, or matches a layer that cannot be trained.
@@ -192,15 +187,10 @@ def reset_magnitudes(adapted: Any, dtype: torch.dtype | None = None) -> None:
     """Set DoRA's magnitudes to the norms of the base's rows, so that the policy equals its base.
 
     For new adapters, peft computes these norms in the dtype of the loaded base. If the strategy later converts the
-    weights to 16 bits, the norms of the rounded rows are different. Magnitudes that were computed from the float32 rows
-    would then change the logits by up to 1 %.
-
-    Args:
-        adapted: Model with new adapters.
-        dtype: Dtype that the strategy converts all weights to; None if it converts none.
+    weights to 16 bits, the norms of the rounded rows are different.
 
     Raises:
-        ValueError: If all values in a row of a weight are 0, because DoRA divides by the norm of the row.
+        ValueError: If all values in a row of a weight are 0.
     """
     name = trained_adapter(adapted)
     for key, layer in adapted.named_modules():
@@ -238,7 +228,7 @@ def finish_adapters(adapted: Any, dropout: float) -> Any:
 
 
 def describe_adapter(policy: Any) -> dict[str, Any]:
-    """Name and peft config of the trained adapter as plain values, from which `rebuild_adapter` makes the layers."""
+    """Name and peft config of the trained adapter as plain values."""
     name = trained_adapter(policy)
     config = policy.peft_config[name].to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
@@ -246,12 +236,7 @@ def describe_adapter(policy: Any) -> dict[str, Any]:
 
 
 def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
-    """Add the layers of an adapter to a model, without the weights that the run trained.
-
-    Args:
-        model: The unsharded base model. Its layers are replaced in place. The result wraps the base model.
-        description: Result of `describe_adapter`.
-    """
+    """Add the layers of an adapter to a model, without the weights that the run trained."""
     from peft import PeftConfig, get_peft_model
 
     # The config of a saved adapter has `inference_mode: true`, with which peft would freeze the adapter.

@@ -1,8 +1,4 @@
-"""Find the layers that get LoRA adapters.
-
-By default, these are all linear layers of the language model, except the output head and the layers that cannot have
-an adapter.
-"""
+"""Find the layers that get LoRA adapters."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "co
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:
-    """Every module of the decoder by name, except the output head.
-
-    The vision tower and projector of a multimodal model are not part of its decoder.
-    """
+    """Every module of the decoder by name, except the output head."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}
     return {
@@ -34,10 +27,7 @@ def language_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def expert_tensors(model: Any) -> list[str]:
-    """Names, without module paths, of the parameters that hold all experts of a layer in one tensor.
-
-    The setting `target_modules` cannot select these parameters.
-    """
+    """Names, without module paths, of the parameters that hold all experts of a layer in one tensor."""
     return sorted({name.rpartition(".")[2] for name in all_experts(model)})
 
 
@@ -57,11 +47,6 @@ def all_experts(model: Any) -> dict[str, nn.Parameter]:
 def expert_targets(model: Any, names: Iterable[str] | None, saved: Iterable[str] = ()) -> dict[str, nn.Parameter]:
     """Select the expert tensors that get adapters, by name.
 
-    Args:
-        model: The base model.
-        names: Suffixes of tensor names; None selects none.
-        saved: Names of modules that are trained completely, and therefore get no adapter.
-
     Raises:
         ValueError: If a suffix matches no expert tensor.
     """
@@ -77,11 +62,7 @@ def expert_targets(model: Any, names: Iterable[str] | None, saved: Iterable[str]
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
-    """True if a config declares experts: if any field with "expert" in its name is neither 0 nor empty.
-
-    Dense models may have such a field with an empty value. Fields of nested dicts count too. The keys of a nested dict
-    need not be strings: those of `id2label` are numbers.
-    """
+    """True if a config has a field with "expert" in its name that is neither 0 nor empty."""
     return any(
         _has_experts(value) if isinstance(value, Mapping) else "expert" in str(name) and bool(value)
         for name, value in settings.items()
@@ -89,15 +70,10 @@ def _has_experts(settings: Mapping[Any, Any]) -> bool:
 
 
 def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Names of linear layers that peft mistakes for experts, so that these layers would get no adapter.
+    """Names of linear layers that peft mistakes for experts.
 
-    In older releases of transformers, each expert had its own `gate_proj`, `up_proj` and `down_proj`. In newer
-    releases, all experts of a layer are one fused tensor. To load old adapters, peft redirects the old names to the
-    fused tensor, even if dense layers or shared experts have these names.
-
-    Args:
-        model: The base model.
-        names: Names of the base model's linear layers.
+    To load old adapters, peft redirects the names of single experts to the tensor of all experts, even if dense layers
+    or shared experts have these names.
     """
     try:
         from peft import LoraConfig
@@ -119,12 +95,7 @@ def names_mistaken_for_experts(model: nn.Module, names: Iterable[str]) -> set[st
 
 
 def missing_adapter_reason(model: Any, names: Iterable[str]) -> str | None:
-    """Reason why parts of a mixture of experts get no adapter; None if the model has no fused expert tensors.
-
-    Args:
-        model: The base model.
-        names: Names of the base model's linear layers.
-    """
+    """Reason why parts of a mixture of experts get no adapter; None if the model has no fused expert tensors."""
     tensors = expert_tensors(model)
     if not tensors:
         return None
@@ -145,12 +116,7 @@ def saved_modules(
 ) -> dict[str, nn.Module]:
     """Select the modules to train completely, by suffixes of their names.
 
-    A suffix consists of whole components of a name. For example, `head` matches `model.head`, but not `lm_head`.
-
-    Args:
-        model: The base model.
-        names: Suffixes of module names to select; None selects none.
-        setting: How error messages name the setting `modules_to_save`.
+    A suffix consists of whole components of a name.
 
     Raises:
         ValueError: If a suffix matches no module.
@@ -180,14 +146,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module cannot be trained as a copy, because its weights are tied, quantized or missing.
-
-    Args:
-        model: The policy.
-        name: Name of the module.
-        module: The module.
-        setting: How error messages name the setting `modules_to_save`.
-    """
+    """Raise ValueError if a module's weights are tied, quantized or missing, so that no copy can be trained."""
     own = {id(weight) for weight in module.parameters()}
     if any(not weight.is_floating_point() for weight in module.parameters()):
         raise ValueError(f"{setting}: the weights of {name} are quantized, which cannot be trained. Remove it.")
@@ -210,7 +169,7 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
     Args:
         model: The base model.
         names: Suffixes of layer names to select; None selects all layers that can have an adapter, except the head.
-        saved: Names of modules that are trained completely, and therefore get no adapter.
+        saved: Names of modules that are trained completely.
 
     Raises:
         ValueError: If a suffix matches no layer, or matches a layer that cannot have an adapter.

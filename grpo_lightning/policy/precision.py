@@ -18,12 +18,8 @@ NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 def compute_like(module: nn.Module, original: nn.Module) -> None:
     """Have a module compute as if its weights had the dtype of another module's weights.
 
-    The outputs equal those of the module after `module.to(dtype)`, bit for bit. But the weights keep their own dtype,
-    and the gradients reach these weights, so small updates of float32 weights are not lost to rounding.
-
-    Args:
-        module: Changed in place, with its submodules: the `forward` of each module that has weights is replaced.
-        original: A module with the same submodules.
+    The weights keep their own dtype and get the gradients, so small updates of float32 weights are not lost to
+    rounding.
     """
     for part, other in zip(module.modules(), original.modules(), strict=True):
         if any(weight.is_floating_point() for weight in part.parameters(recurse=False)):
@@ -37,15 +33,11 @@ def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: A
 
 
 def use_float32_head(model: nn.Module) -> None:
-    """Have the output head compute the logits in float32, from float32 weights and hidden states, without autocast.
+    """Have the output head compute the logits in float32, without autocast.
 
-    The weights stay in 16 bits, because they may be tied or sharded. Each call of the head computes with a temporary
-    float32 copy of the weights. According to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main
-    reason why log-probs differ between sampling and training.
-
-    Args:
-        model: Changed in place: the head, its adapters, and the copies of the head that peft trains get another
-            `forward`.
+    The weights stay in 16 bits, because they may be tied or sharded. Each call makes a temporary float32 copy.
+    According to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main reason why log-probs differ
+    between sampling and training.
 
     Raises:
         ValueError: If the model does not declare its head, or the head is quantized.
@@ -64,7 +56,7 @@ def use_float32_head(model: nn.Module) -> None:
 
 
 def restore_head(model: nn.Module) -> None:
-    """Undo `use_float32_head`, for a model in memory that an earlier run used. Does nothing to other models."""
+    """Undo `use_float32_head`, for a model in memory that an earlier run used."""
     head = base_model(model).get_output_embeddings()
     for part in () if head is None else head.modules():
         forward = vars(part).get("forward")
@@ -73,16 +65,7 @@ def restore_head(model: nn.Module) -> None:
 
 
 def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run a layer's forward in float32.
-
-    Args:
-        module: The layer.
-        hidden: [..., H].
-        kwargs: Further arguments of DoRA's layers.
-
-    Returns:
-        [..., V].
-    """
+    """Run a layer's forward in float32, from [..., H] to [..., V]."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits: Tensor = forward_in(torch.float32, module, hidden.to(torch.float32), **kwargs)
     return logits
@@ -91,9 +74,8 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copy linear layers' float32 weights to autocast's dtype. Returns: copies by the names of the weights.
 
-    Autocast makes the same copies in every forward pass. A weight that several linear layers share has one copy per
-    layer. A layer whose `forward` was replaced, for example by `use_float32_head`, gets no copy. In a model with DoRA,
-    no layer gets a copy, because DoRA computes its norms from the weights themselves.
+    A layer whose `forward` was replaced gets no copy. In a model with DoRA, no layer gets a copy, because DoRA reads
+    the weights themselves.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

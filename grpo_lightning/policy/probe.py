@@ -1,10 +1,9 @@
 """Choose the code that computes log-probs, first by the model's declared properties, then by a small probe.
 
 Two things are chosen: the path (extended or dense) and the vocabulary head (full or sliced).
-`policy/completion_logprobs.py` describes them. The choice is made once per run and is the same on every rank. A probe
-runs the model on a few tokens in eval mode. In a probe, a model with 32-bit weights computes in full float32 (except
-with FlashAttention), whatever the precision of the run. TF32 and autocast would change log-probs by larger amounts
-than the errors that a probe has to detect.
+`policy/completion_logprobs.py` describes them. The choice is the same on every rank. In a probe, a model with 32-bit
+weights computes in full float32 (except with FlashAttention). TF32 and autocast would change log-probs by larger
+amounts than the errors that a probe has to detect.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from grpo_lightning.policy.transformers_internals import (
 
 
 def no_cache_reason(model: nn.Module) -> str | None:
-    """Reason, found in the model's config, why completions cannot share their prompt's KV cache. None if they can."""
+    """Reason why completions cannot share their prompt's KV cache. None if they can."""
     base = base_model(model)
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
@@ -53,7 +52,7 @@ def no_cache_reason(model: nn.Module) -> str | None:
 
 
 def dense_reason(model: nn.Module) -> str | None:
-    """Reason, found in the model's config and classes, why it cannot use the extended path. None if it can."""
+    """Reason why a model cannot use the extended path. None if it can."""
     if reason := no_cache_reason(model):
         return reason
     try:
@@ -116,7 +115,7 @@ def prompt_alone(batch: MicroBatch, prompt: int) -> MicroBatch:
 
 @torch.no_grad()
 def scored_alone(model: nn.Module, scorer: Scorer, batch: MicroBatch) -> Tensor:
-    """[B, T] log-probs at temperature 1. Each prompt is scored alone, and therefore has no left padding."""
+    """[B, T] log-probs at temperature 1. Each prompt is scored alone, without left padding."""
     alone = [prompt_alone(batch, prompt) for prompt in range(len(batch.prompt_ids))]
     return torch.cat([scorer(model, part, temperature=1.0).logprobs for part in alone])
 
@@ -135,7 +134,7 @@ class Measured(NamedTuple):
     nats: float
     tolerance: float
     failure: str | None = None
-    """The exception that one of the two ways raised; `nats` is then infinite. None if no exception was raised."""
+    """The exception that one of the two ways raised; `nats` is then infinite."""
 
     @property
     def is_rounding(self) -> bool:
@@ -166,15 +165,14 @@ def measure(model: nn.Module, one: Scorer, other: Scorer) -> Measured:
 def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
     """Measure how much two ways of computing log-probs differ in a probe. Every rank gets the same number.
 
-    If the model computes in float32, each rank takes the maximum difference over its tokens. If the model computes in
-    16 bits, each rank takes the mean difference. The result is the maximum over all ranks.
+    In float32, each rank takes the maximum over its tokens. In 16 bits, each rank takes the mean. The result is the
+    maximum over all ranks.
 
     Args:
         model: The policy.
-        difference: Function that runs the probe. It returns, for each token, the absolute difference between the
-            log-probs of the two ways ([tokens], in nats). If it raises `OutOfMemoryError` or `FloatingPointError`
-            (logits are NaN), `compare` raises the same error. If it raises any other exception, the result of `compare`
-            contains this exception (`failure`).
+        difference: Runs the probe, and returns absolute differences of log-probs ([tokens], in nats).
+            `OutOfMemoryError` and `FloatingPointError` (logits are NaN) are raised. Any other exception becomes the
+            `failure` of the result.
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):
@@ -197,8 +195,7 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 def probe_mode(model: nn.Module) -> Iterator[None]:
     """Context in which the model is in eval mode. If the model has 32-bit weights, it computes in full float32.
 
-    There is one exception. FlashAttention's kernels need 16 bits, so a model with FlashAttention and 32-bit weights
-    computes with autocast in this context.
+    FlashAttention's kernels need 16 bits, so a model with FlashAttention and 32-bit weights computes with autocast.
     """
     device = compute_device(model).type
     needs_autocast = uses_flash_attention(model) and computes_in_32_bits(model)
@@ -241,10 +238,7 @@ def full_float32() -> Iterator[None]:
 
 
 def choose_path(model: nn.Module, requested: Literal["auto", "extended", "dense"] = "auto") -> tuple[ScoringPath, str]:
-    """Choose the path for the log-probs of a run. Returns: "extended" or "dense", and the reason for the choice.
-
-    The model's declared properties are checked first. If they allow the extended path, a small probe compares both
-    paths.
+    """Choose the path for the log-probs of a run. Returns: the path and the reason.
 
     Raises:
         ValueError: If "extended" is requested and the model does not support it.
@@ -322,16 +316,11 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 
 
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
-    """Absolute differences between the log-probs of the sliced head and those of the full head, in nats.
+    """[tokens] absolute differences between log-probs of the sliced and the full head, in nats.
 
-    On a GPU, the prompt pass of the sliced head has no mask if two conditions hold: the model allows a pass without a
-    mask, and the attention computes in 16 bits (`columns_of_prompts`). The probe can compute in 32 bits although the
-    run computes in 16 bits. The prompt pass would then have a mask in the probe but not in the run. On a GPU, the
-    log-probs are therefore compared a second time. In the second comparison, if the model allows a pass without a mask,
-    the prompt pass leaves out the mask in 32 bits too.
-
-    Returns:
-        The differences: [tokens] on a CPU, and [2 * tokens] on a GPU (both comparisons).
+    On a GPU, the prompt pass of the sliced head has no mask only if attention computes in 16 bits
+    (`columns_of_prompts`). The probe can compute in 32 bits although the run computes in 16 bits. On a GPU, the
+    log-probs are therefore compared a second time, without the mask.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]
@@ -346,10 +335,10 @@ def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
 
 @torch.no_grad()
 def check_head_runs(scorer: Scorer, model: nn.Module) -> None:
-    """Check that the model computes its logits by calling its output head, so that `policy.head_dtype` has an effect.
+    """Check that the model computes its logits by calling its output head.
 
     Raises:
-        ValueError: If the model's forward does not call its head, for example because it reads the head's weight.
+        ValueError: If the model's forward does not call its head.
     """
     calls: list[str] = []
     head = base_model(model).get_output_embeddings()
@@ -368,7 +357,7 @@ def check_head_runs(scorer: Scorer, model: nn.Module) -> None:
 
 
 def no_slices_reason(model: nn.Module) -> str | None:
-    """Reason, found in the model's config and classes, why its head cannot run in slices. None if it can."""
+    """Reason why a model's head cannot run in slices. None if it can."""
     base = base_model(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:

@@ -31,19 +31,17 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes."""
 
 PART = 2**24
-"""Maximum count of numbers that are summed at once. The limit saves memory, because torch first converts each number to
-8 bytes."""
+"""Maximum count of numbers that are summed at once. This saves memory, because torch first converts each number to 8
+bytes."""
 
 
 class FrozenCopy(nn.Module):
     """A second model as the reference.
 
-    The copy is a submodule of the Lightning module, so that the copy moves to a device together with the policy.
-
     Args:
         model: Model with frozen weights.
         has_policys_tower: True if the policy's vision tower was frozen when the reference was made. Policy and
-            reference then have the same tower as long as the policy's tower stays frozen.
+            reference then have the same tower while the policy's tower stays frozen.
     """
 
     def __init__(self, model: nn.Module, *, has_policys_tower: bool = False) -> None:
@@ -58,8 +56,7 @@ class FrozenCopy(nn.Module):
         """Yield the model to score with.
 
         Raises:
-            RuntimeError: If the policy now trains weights that the reference shares, because these weights were frozen
-                when the reference was made.
+            RuntimeError: If the policy now trains weights that the reference shares.
         """
         trained = next((name for name, weight in self.model.named_parameters() if weight.requires_grad), None)
         if trained is not None:
@@ -76,7 +73,7 @@ class FrozenCopy(nn.Module):
 
 
 class OtherAdapter:
-    """A reference that needs no second model. It is the policy with its initial adapter, or without adapters.
+    """The policy with its initial adapter, or without adapters, as the reference.
 
     Args:
         adapter: Name of the initial adapter; None if the reference is the base without adapters.
@@ -91,7 +88,7 @@ class OtherAdapter:
         return using_adapter(policy, self.adapter)
 
     def weights(self, policy: nn.Module) -> Iterator[Tensor]:
-        """The weights of the reference's adapter. The base's weights are left out, because the policy has them."""
+        """The weights of the reference's adapter."""
         if self.adapter is None:
             return iter(())
         return (weight for name, weight in policy.named_parameters() if f".{self.adapter}." in name)
@@ -106,15 +103,9 @@ def make_reference(
     sharding: Sharding | None = None,
     converted_dtype: torch.dtype | None = None,
 ) -> Reference:
-    """Make the reference of a policy that was just loaded.
+    """Make the reference of a policy that `loader.load(sharding)` has just returned.
 
     Must be called before `sharding.shard(policy)`.
-
-    Args:
-        policy: Result of `loader.load(sharding)`.
-        loader: The loader of the policy.
-        sharding: How the policy's weights will be sharded over the ranks; None if they are not sharded.
-        converted_dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     sharding = sharding or Sharding()
     has_policys_tower = not is_tower_trained(policy)
@@ -144,13 +135,11 @@ def make_reference(
 
 
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
-    """Checksums of the reference's weights, one per dtype (see `checksums`). They do not depend on the device.
+    """Checksums of the reference's weights, one per dtype (see `checksums`).
 
-    If the reference equals the initial policy, checkpoints do not contain the reference, and a resumed run makes the
-    reference again. The checksums show whether this new reference equals the reference of the checkpoint's run. If the
-    reference is an adapter, or the policy without adapters, the weights of the base have separate checksums ("base
-    torch.float32"). Weights that ZeRO-3 partitioned while the model was loaded are skipped. A model given in memory is
-    partitioned later, so its weights are not skipped.
+    The checksums show whether a resumed run made the same reference again. If the reference is an adapter, or the
+    policy without adapters, the weights of the base have separate checksums. Weights that ZeRO-3 partitioned while the
+    model was loaded are skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -175,12 +164,7 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
     """Copy the policy with its current weights, frozen.
 
-    Loading the policy again by its name is no alternative, because the policy could have been built in memory, or
-    changed after loading.
-
-    Args:
-        policy: The model to copy.
-        shares_frozen: Share the policy's frozen weights instead of copying them.
+    The policy is not loaded again by its name, because it could have been changed after loading.
     """
     shared = {id(weight): weight for weight in policy.parameters() if not weight.requires_grad} if shares_frozen else {}
     reference = copy.deepcopy(policy, shared)
@@ -199,7 +183,7 @@ class SyncReference:
     """Weight of the policy in the new reference; 1 copies the policy."""
 
     def __post_init__(self) -> None:
-        """Check ranges. Raises: ValueError if a value is not allowed; the message names field, value and range."""
+        """Check ranges. Raises: ValueError if a value is not allowed."""
         limits = [
             ("every_n_steps", self.every_n_steps >= 1, "at least 1"),
             ("mixup_alpha", 0 < self.mixup_alpha <= 1, "above 0 and at most 1"),
@@ -227,8 +211,7 @@ class RunReference:
     def move_if_due(self, step: int) -> None:
         """Update the reference after every `every_n_steps` optimizer steps.
 
-        `step` is the number of the optimizer step that just ended. The KL of the next rollout uses the new reference.
-        Collective: all ranks must call this.
+        `step` is the number of the optimizer step that just ended. Collective: all ranks must call this.
         """
         if self.sync is not None and step % self.sync.every_n_steps == 0:
             assert isinstance(self.reference, FrozenCopy)
@@ -238,8 +221,7 @@ class RunReference:
         """Check that the reference is the one that the checkpoint's run began with.
 
         Args:
-            saved: Checksums, by dtype, of the reference that the checkpoint's run began with. Only dtypes that both
-                references have are compared.
+            saved: Checksums of that reference by dtype. Only dtypes that both references have are compared.
 
         Raises:
             ValueError: If the reference of this run has already been updated.
@@ -263,8 +245,8 @@ class RunReference:
     def moved_weights(self) -> dict[str, Tensor] | None:
         """Copy the weights of an updated reference to the CPU; None if the reference was not updated.
 
-        Weights that are frozen in the policy are left out, because updates do not change them. Sharded weights are
-        gathered. Collective: all ranks must call this. Rank 0 gets the weights, and the other ranks get an empty dict.
+        Weights that are frozen in the policy are left out. Collective: all ranks must call this. Rank 0 gets the
+        weights, and the other ranks get an empty dict.
         """
         if not isinstance(self.reference, FrozenCopy) or not self.reference.has_moved:
             return None
@@ -302,14 +284,7 @@ NO_REFERENCE = (
 
 @torch.no_grad()
 def mix(reference: FrozenCopy, policy: nn.Module, alpha: float, sharding: Sharding) -> None:
-    """Update the reference towards the policy, weight by weight, without another copy of the model.
-
-    Args:
-        reference: A model of the policy's architecture.
-        policy: The policy.
-        alpha: Fraction of the policy in the updated reference.
-        sharding: How the weights of both models are sharded over the ranks.
-    """
+    """Update the reference towards the policy, weight by weight, without another copy of the model."""
     sharding.reshard(policy)
     for old, new in zip(reference.model.parameters(), policy.parameters(), strict=True):
         if new.requires_grad:  # frozen weights are equal, or even shared

@@ -1,13 +1,9 @@
 """Use one set of length-dependent rotary frequencies (longrope, dynamic NTK) for the whole run.
 
 transformers recomputes these frequencies in every forward pass, from the largest position in the batch. If one row
-exceeds the model's original context length, the log-probs of all rows in the batch change. In addition, the keys that
-are already in the KV cache were rotated with the old frequencies, and do not match the queries and keys of new tokens.
-For the same token, the log-probs from sampling, from a training batch and from a single row would differ by 0.4 to 3.5
-nats.
+exceeds the model's original context length, the log-probs of all rows in the batch change.
 
-Therefore this module makes every forward pass use the frequencies of the longest possible row of the run, as if the
-batch contained such a row. Sampling, training and the reference then agree in any batch.
+Therefore this module makes every forward pass use the frequencies of the longest possible row of the run.
 """
 
 from __future__ import annotations
@@ -43,10 +39,6 @@ def original_length(config: Any) -> int | None:
 
 def fix_frequencies(model: nn.Module, longest: int) -> None:
     """Make every forward pass of a model use the frequencies of a row of `longest` tokens.
-
-    Args:
-        model: Changed in place if its frequencies depend on the length.
-        longest: Number of tokens of the longest row of the run, completion included.
 
     Raises:
         ValueError: If rows may exceed the original length, and the model's code does not follow transformers'
@@ -92,7 +84,7 @@ def fixed_length(model: nn.Module) -> int | None:
 
 
 def module_types(module: nn.Module) -> list[str]:
-    """The rope types of a transformers rotary embedding, or an empty list for any other module."""
+    """The rope types of a transformers rotary embedding; none for any other module."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):  # one per layer type
         return list(kinds.values())
@@ -100,10 +92,9 @@ def module_types(module: nn.Module) -> list[str]:
 
 
 def append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Append one position to the position ids, so that every pass uses the same frequencies (forward pre-hook).
+    """Append one position to the position ids (forward pre-hook).
 
-    The appended position is that of the last token in a row of `module.fixed_length` tokens. transformers computes the
-    frequencies from the largest position id, so every forward pass uses the frequencies for rows of this length.
+    The appended position is that of the last token in a row of `module.fixed_length` tokens.
 
     Raises:
         ValueError: If a row is so long that transformers would compute other frequencies.

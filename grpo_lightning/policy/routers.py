@@ -1,10 +1,6 @@
 """Find the routers of a mixture of experts, and record the routers' logits during forward passes.
 
-The models of transformers compute their load-balancing loss from the attention mask and the router logits of one
-forward pass. With a KV cache, the mask covers all tokens, but the logits cover only the new tokens, so these models
-cannot compute the loss. Here, forward hooks on the routers record the logits, and the loss is computed from the
-recorded logits. The hooks exist only while the root module runs. When activation checkpointing runs the routers again
-in the backward pass, the hooks are gone, so no token is recorded twice.
+The hooks exist only while the root module runs. A recompute in the backward pass therefore records no token twice.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ class Routers:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Context in which the routers' logits are appended to a list, in the order in which the routers run."""
+        """Context in which the routers' logits are appended to a list, in running order."""
         recorded: list[Tensor] = []
         hooks = [
             module.register_forward_hook(functools.partial(_record, recorded, index)) for module, index in self.places
@@ -80,8 +76,7 @@ def _record(recorded: list[Tensor], index: int, module: nn.Module, inputs: Any, 
 def find_routers(model: nn.Module) -> Routers:
     """Find the routers of a model.
 
-    A model declares in `_can_record_outputs` which of its modules compute router logits (for transformers' option
-    `output_router_logits`). These modules are the routers.
+    The routers are the modules that a model declares in `_can_record_outputs` as "router_logits".
 
     Raises:
         UnsupportedRoutersError: If the model declares no routers, or does not declare the number of experts per token.

@@ -21,15 +21,14 @@ from grpo_lightning.policy.transformers_internals import is_adapted, naming
 def write_policy(
     model: Any, tokenizer: Any, folder: Path, *, config: Any = None, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Save weights, config, and tokenizer or processor. For a model with adapters, save the adapter, not all weights.
+    """Save weights, config, and tokenizer or processor. For a model with adapters, save the adapter.
 
     Files appear in the folder only when all files are complete.
 
     Args:
         model: The policy.
-        tokenizer: The policy's tokenizer. For a multimodal policy, its processor, which also saves the tokenizer.
-        folder: The folder to write to. It is created if it is missing. Files of an earlier model are replaced, but
-            other files stay.
+        tokenizer: The policy's tokenizer. For a multimodal policy, its processor.
+        folder: The folder to write to. Files of an earlier model are replaced, but other files stay.
         config: Config to save instead of the model's own.
         weights: Weights to save instead of the model's own, under the same names.
     """
@@ -95,10 +94,9 @@ def is_of_adapter(name: str, adapter: str) -> bool:
 
 
 def original_tokenizer(loader: PolicyLoader) -> Any:
-    """Load the policy's unmodified tokenizer, without the pad token that a run sets if the tokenizer has none.
+    """Load the policy's unmodified tokenizer, without the pad token that a run sets.
 
-    For a multimodal policy, load its processor instead of a tokenizer. The processor has the run's image limits,
-    because the policy was trained with these limits.
+    For a multimodal policy, load its processor, with the run's image limits.
     """
     from transformers import AutoTokenizer
 

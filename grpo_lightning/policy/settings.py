@@ -1,4 +1,4 @@
-"""Settings of a recipe that define where the policy is loaded from and how it is run. No weights are loaded here."""
+"""Settings of a recipe that define where the policy is loaded from and how it is run."""
 
 from __future__ import annotations
 
@@ -32,41 +32,37 @@ class PolicySettings:
         name: Hub name or local folder; None if `model` is given.
         model: A transformers model in memory, or a config. A model is trained in place. From a config, a model with
             random weights is built. If a `PeftModel` is given, its one LoRA adapter is trained, and the reference is
-            the `PeftModel` as it was given. `torch.compile(model)` is trained without compilation.
+            the `PeftModel` as given. `torch.compile(model)` is trained without compilation.
         tokenizer: The tokenizer, or the processor of a multimodal policy: an object, a hub name or a folder. None uses
             the tokenizer or processor of `name`.
         dtype: Dtype of the weights; adapters are always float32. If the policy has no adapters, and the strategy has no
             float32 master weights, use float32, because updates of bfloat16 weights are lost to rounding at GRPO's
             learning rates.
-        head_dtype: "float32" computes the logits in float32, from float32 weights and hidden states, whatever the
-            precision of the run. The setting applies to sampling, to log-probs and to the reference. "auto" computes
+        head_dtype: "float32" computes the logits in float32. This includes sampling and the reference. "auto" computes
             the logits in the run's precision.
         attention: Attention kernel. "auto" uses flash_attention_2 if it is installed, it supports the model, and the
-            run computes in 16 bits on CUDA. In all other cases, "auto" uses the model's default (mostly sdpa). A run
-            computes in 16 bits with `trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights.
+            run computes in 16 bits on CUDA. If not, "auto" uses the model's default (mostly sdpa). A run computes in 16
+            bits with `trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights.
         from_scratch: Build the architecture of `name` with random weights.
         scoring: How log-probs are computed. "extended" runs each prompt once for all its completions. "dense" runs each
             prompt once per completion. "auto" uses "extended" if the model supports it, and "dense" if not.
         chunk_size: Maximum number of completions in a forward pass that computes log-probs; a smaller number needs less
-            memory. "auto" sorts the completions of a micro-batch by length, and divides the completions into passes so
-            that padding and passes together cost the least time. None runs all completions of a micro-batch at once.
+            memory. "auto" sorts the completions of a micro-batch by length, and divides them so that the passes take
+            the least time. None runs all completions of a micro-batch at once.
         head_chunk_size: Log-probs are computed from the logits of this many tokens at a time; a smaller number needs
             less memory. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass.
             "layers" recomputes the activations of each decoder layer. "none" stores all activations.
-        lora: Train low-rank adapters with these settings, and freeze all other weights. The value can be a mapping with
-            the fields of `LoRA`.
+        lora: Train low-rank adapters with these settings. All other weights are frozen.
         freeze_layers: Freeze the embeddings and this many decoder layers, counted from the first. A head that is tied
             to the embeddings is frozen as well. If the strategy does not shard weights, the reference shares the frozen
             weights with the policy.
         freeze_vision_modules: Freeze the vision tower and its projector. With the local engine, each prompt's images
             are then encoded only once per rollout.
-        max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. The
-            setting applies only to model families in which the number of tokens of an image is proportional to the
-            image's number of pixels (Qwen-VL, GLM-4.1V).
-        min_pixels: Minimum pixels per image; smaller images are scaled up. The setting applies to the same families as
-            `max_pixels`.
-        max_anyres_num: Maximum number of tiles per image. The setting applies only to InternVL.
+        max_pixels: Maximum pixels per image. Null uses the processor's own limit. The setting applies only to the
+            families of Qwen and GLM.
+        min_pixels: Minimum pixels per image. The same families support it.
+        max_anyres_num: Maximum number of tiles per image; only for InternVL.
         quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
             then the dtype of the weights that are not quantized (embeddings, norms and head).
         revision: Branch, tag or commit on the hub.
@@ -158,12 +154,12 @@ class PolicySettings:
 
     @property
     def has_adapters_in_memory(self) -> bool:
-        """True if the policy was given as a `PeftModel`, which has its own adapters."""
+        """True if the policy was given as a `PeftModel`."""
         return hasattr(self.model, "get_base_model")  # not `peft_config`, which the base of a PeftModel has as well
 
     @property
     def trains_adapters(self) -> bool:
-        """True if adapters are trained, and all other weights are frozen."""
+        """True if adapters are trained."""
         return self.lora is not None or self.has_adapters_in_memory
 
     @property
@@ -175,7 +171,7 @@ class PolicySettings:
         return plain | {"lora": None if self.lora is None else asdict(self.lora)}
 
     def load_config(self) -> PretrainedConfig:
-        """Load the model's config, without its weights."""
+        """Load the model's config."""
         from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(self.model, PretrainedConfig):
@@ -196,8 +192,7 @@ def model_or_config(given: Any) -> Any:
     """Check a policy given as a transformers model or config, and unwrap `torch.compile(model)`.
 
     Raises:
-        ValueError: If the policy is neither a transformers model nor a config, for example a model in a wrapper other
-            than those of peft and `torch.compile`.
+        ValueError: If the policy is neither a transformers model nor a config.
         ValueError: If the policy's adapters cannot be trained (`lora.check_given`).
     """
     from transformers import PretrainedConfig, PreTrainedModel

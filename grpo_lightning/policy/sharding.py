@@ -1,4 +1,4 @@
-"""Sharding of the policy's weights over ranks. Every rank has the full weights, or a shard of each weight.
+"""Sharding of the policy's weights over ranks.
 
 The class `Sharding` is for full weights, either on one device or with DDP. Its subclasses are for ZeRO-1 and 2, for
 ZeRO-3, and for FSDP2. No other file depends on how FSDP2 and DeepSpeed mark modules and parameters.
@@ -24,13 +24,13 @@ class Sharding:
     """True if forward passes are collective, that is, if all ranks must make the same calls."""
 
     gathers_by_module = False
-    """True if the weights of a module are gathered only while it runs, so that other modules cannot use them."""
+    """True if the weights of a module are gathered only while it runs."""
 
     gathered_dtype: torch.dtype | None = None
     """The dtype that weights are gathered in; None means the weights' own dtype."""
 
     converts_weights = False
-    """True if all weights are converted to the dtype that the run computes in, whatever dtype they were loaded in."""
+    """True if all weights are converted to the dtype that the run computes in."""
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -39,12 +39,12 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Context in which randomly initialized layers and adapters are created unsharded, to be sharded later."""
+        """Context in which randomly initialized layers and adapters are created unsharded."""
         yield
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Context for creating models outside the policy, for example reward models. These models stay unsharded."""
+        """Context in which models outside the policy, for example reward models, are created unsharded."""
         yield
 
     def shard(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Context in which every rank has the model's full weights, so that forward passes are not collective."""
+        """Context in which every rank has the model's full weights."""
         yield
 
     def reshard(self, model: nn.Module) -> None:
@@ -64,14 +64,14 @@ class Sharding:
 
     @contextlib.contextmanager
     def whole_group(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Context with the full values of several parameters that are gathered together, for example those of a layer.
+        """Context with the full values of several parameters that are gathered together.
 
         Collective: all ranks must enter and leave the context. The values must not be changed.
         """
         yield [self.whole(parameter) for parameter in parameters]
 
     def own_shard(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter that this rank stores between forward passes. The call is not collective."""
+        """The part of a parameter that this rank stores between forward passes. Not collective."""
         return parameter.detach()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
@@ -88,7 +88,7 @@ class Sharding:
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def norm_of_last_step(self) -> float | None:
-        """Gradient norm of the last optimizer step. The result is None if the norm is already known before the step."""
+        """Gradient norm of the last optimizer step; None if the norm is known before the step."""
         return None
 
 
@@ -98,7 +98,7 @@ class FullyShard(Sharding):
     Args:
         mesh: The data-parallel device mesh. With two dimensions, weights are replicated over the first one, and sharded
             over the second one (hybrid sharding, HSDP).
-        options: Arguments of `torch.distributed.fsdp.fully_shard`, for example `mp_policy`.
+        options: Arguments of `torch.distributed.fsdp.fully_shard`.
     """
 
     is_sharded = True
@@ -122,7 +122,7 @@ class FullyShard(Sharding):
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather all weights once, instead of gathering every layer again for every token."""
+        """Gather all weights once."""
         parts = fsdp_modules(model)
         for part in parts:
             part.unshard()
@@ -150,7 +150,7 @@ class FullyShard(Sharding):
         return value.to_local() if hasattr(value, "to_local") else value
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Set a parameter to rank 0's value. Every rank gets its own shard of this value."""
+        """Set a parameter to rank 0's value."""
         from torch.distributed.tensor import distribute_tensor
 
         shard: Any = parameter
@@ -166,11 +166,7 @@ class FullyShard(Sharding):
 
 
 class PartitionedGradients(Sharding):
-    """Sharding by ZeRO-1 and 2. Every rank has the full weights, but only DeepSpeed can access the gradients.
-
-    Args:
-        strategy: The DeepSpeed strategy. Once it is set up, its `model` is DeepSpeed's engine.
-    """
+    """Sharding by ZeRO-1 and 2. Only DeepSpeed can access the gradients."""
 
     converts_weights = True
 
@@ -206,11 +202,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Create layers unpartitioned, because initializing a partitioned layer silently does nothing.
-
-        LoRA's B, for example, would keep random values instead of zeros. DeepSpeed partitions the layers later, in the
-        setup of the run.
-        """
+        """Create layers unpartitioned, because initializing a partitioned layer silently does nothing."""
         from deepspeed.runtime.zero import partition_parameters
 
         partition_parameters.shutdown_init_context()
@@ -221,7 +213,7 @@ class Partitioned(PartitionedGradients):
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Keep DeepSpeed and transformers from partitioning the models that are created or loaded in this context."""
+        """Keep DeepSpeed and transformers from partitioning models in this context."""
         with self.building(), unpartitioned():
             yield
 
@@ -273,7 +265,7 @@ class Partitioned(PartitionedGradients):
         return shard
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Set a parameter to rank 0's value. Every rank gets its own partition of this value."""
+        """Set a parameter to rank 0's value."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -301,10 +293,8 @@ def unpartitioned() -> Iterator[None]:
 def using_full_shapes() -> Iterator[None]:
     """Context in which transformers knows the full shape of partitioned weights when it loads tensors of experts.
 
-    Checkpoints store the tensors of experts in one of two layouts. transformers transposes a checkpoint's tensor if its
-    shape differs from the shape of the model's weight. With ZeRO-3, the model's weight is an empty vector. Without this
-    context, transformers would therefore also transpose a tensor that has the model's layout, and then refuse the
-    tensor because of its shape.
+    transformers transposes a checkpoint's tensor if the model's weight has another shape. With ZeRO-3, the model's
+    weight is an empty vector. Without this context, tensors in the model's layout would be transposed, too.
     """
     from transformers import core_model_loading
 
@@ -339,10 +329,7 @@ class FullShapes:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules of a model that FSDP2 has sharded, including the model itself.
-
-    The list is empty if FSDP2 has not sharded the model.
-    """
+    """The modules of a model that FSDP2 has sharded, including the model itself."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -374,5 +361,5 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """The tensor that holds this rank's partition of a parameter. Without ZeRO-3, this is the parameter itself."""
+    """The tensor that holds this rank's partition of a parameter."""
     return getattr(parameter, "ds_tensor", parameter)

@@ -22,21 +22,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = {"max_pixels": "pixels", "min_pixels": "pixels", "max_anyres_num": "tiles"}
-"""Settings that limit the number of tokens per image; for each setting, the `Resizing` of the families that support
-it."""
+"""Settings that limit the tokens per image, with the `Resizing` of the families that support them."""
 
 
 def load_tokenizer(
     loader: PolicySettings, processor: Any = None, config: PretrainedConfig | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer. If its pad token is missing or has no embedding, the eos token becomes the pad token.
-
-    Any token with an embedding can be the pad token, because padding is masked.
-
-    Args:
-        loader: Settings of the policy, which name the tokenizer.
-        processor: The processor of a multimodal policy, which contains the tokenizer.
-        config: The policy's config; None assumes an embedding for every token.
 
     Raises:
         ValueError: If neither the tokenizer's pad token nor its eos token has an embedding.

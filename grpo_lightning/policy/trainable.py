@@ -30,12 +30,6 @@ def limit_training(
     """Freeze the weights that a run does not train, and add adapters if the settings request them.
 
     A model that already has adapters keeps them, with their own dropout.
-
-    Args:
-        model: The loaded model.
-        loader: The policy's settings.
-        sharding: How the weights will be sharded over the ranks.
-        converted_dtype: Dtype that the strategy converts all weights to; None if it converts none.
     """
     if is_adapted(model) and loader.has_adapters_in_memory:
         return finish_adapters(model, model.peft_config[trained_adapter(model)].lora_dropout)
@@ -138,19 +132,13 @@ class FrozenWeights:
 def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
     """Drop frozen weights and the reference from a module's state dict. Resumed runs load or make them again.
 
-    If the policy has adapters, only the trained weights stay in the state dict, so the scales and codes of quantized
-    layers are dropped, too. If the policy has no adapters, trained weights and buffers stay.
+    If the policy has adapters, only the trained weights stay in the state dict. If the policy has no adapters, trained
+    weights and buffers stay.
 
-    A weight is dropped only if it was never trained. During the run, a callback can freeze trained weights or train
-    frozen weights. The state dict keeps every weight that was trained during any part of the run. Loading does not
-    report dropped keys as missing.
+    A weight is dropped only if it was never trained. Loading does not report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
-    The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
-
-    Returns:
-        The record of frozen weights. The record determines which keys are dropped. The owner updates the record, and
-        copies of the owner share it.
+    The hook belongs to the owner, because the policy may be a user's model.
     """
     frozen = FrozenWeights(frozen_names(owner))
     # Partial functions can be pickled with the owner.
@@ -183,12 +171,7 @@ def _forgive_frozen(frozen: FrozenWeights, module: nn.Module, keys: Any) -> None
 
 
 def dropped_keys_filter(owner: nn.Module, frozen: FrozenWeights) -> Callable[[str], bool]:
-    """Make the predicate that decides which keys of the state dict are left out of checkpoints: True for these keys.
-
-    Args:
-        owner: The Lightning module.
-        frozen: The record of the weights that were never trained.
-    """
+    """Make the predicate that is True for keys of the state dict that checkpoints leave out."""
     never_trained = frozen.never_trained(owner)
     trained = {name for name, _ in all_parameters(owner)} - never_trained
     # A reference that was updated is saved separately, unsharded.
@@ -210,15 +193,9 @@ def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def check_masters(settings: PolicySettings, precision: str | int | None, *, has_masters: bool) -> None:
-    """Refuse to train 16-bit weights without float32 master copies, because updates would be lost to rounding.
+    """Refuse to train 16-bit weights without float32 master copies.
 
-    The check runs before weights are loaded. AdamW changes a weight by about the learning rate per step, but a bfloat16
-    weight of 0.02 changes by at least 1.2e-4 or not at all.
-
-    Args:
-        settings: The policy's settings, which give the dtype of the weights and the adapters.
-        precision: `trainer.precision`.
-        has_masters: True if the strategy updates 32-bit master copies of the trained weights, as DeepSpeed does.
+    A bfloat16 weight of 0.02 changes by at least 1.2e-4 or not at all.
 
     Raises:
         ValueError: If the run trains 16-bit weights without 32-bit master copies.
@@ -262,10 +239,9 @@ def check_masters(settings: PolicySettings, precision: str | int | None, *, has_
 def trained_dtypes(settings: PolicySettings) -> dict[str, torch.dtype]:
     """Name and dtype of each weight that a run trains.
 
-    The policy must be given as a model (`settings.model`), not as a name or a config.
+    The policy must be given as a model (`settings.model`).
 
-    An adapter's copies of 16-bit layers (`modules_to_save`) are left out, because the run converts these copies to
-    float32 (`widen_copies`).
+    An adapter's copies of 16-bit layers (`modules_to_save`) are left out. They become float32 (`widen_copies`).
     """
     model = settings.model
     frozen = {id(weight) for module in frozen_modules(model, settings) for weight in module.parameters()}
@@ -295,14 +271,8 @@ def compute_dtype(
 ) -> str:
     """The dtype in which a run computes matrix products.
 
-    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets a 16-bit dtype, a
-    run with DeepSpeed computes in float32, because DeepSpeed converts all weights to float32. Without DeepSpeed, the
-    run then computes in the dtype of the weights.
-
-    Args:
-        settings: The policy's settings, which give the dtype of the weights.
-        precision: `trainer.precision`.
-        deepspeed: DeepSpeed's configuration, which may also set the precision; None without DeepSpeed.
+    This is the 16-bit dtype of `trainer.precision` or of DeepSpeed's configuration. If neither sets one, a run with
+    DeepSpeed computes in float32, and other runs compute in the dtype of the weights.
     """
     for dtype, name, key in (("bfloat16", "bf16", "bf16"), ("float16", "16", "fp16")):
         if str(precision).startswith(name) or (deepspeed or {}).get(key, {}).get("enabled") is True:
@@ -311,9 +281,6 @@ def compute_dtype(
 
 
 def dtype_name(settings: PolicySettings) -> str:
-    """The name of the dtype of the policy's weights.
-
-    If `settings.model` is a model, this is the dtype of the model. If not, it is `policy.dtype`.
-    """
+    """The name of the dtype of the policy's weights."""
     own = getattr(settings.model, "dtype", None) if hasattr(settings.model, "parameters") else None
     return str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else settings.dtype

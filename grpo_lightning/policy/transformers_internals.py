@@ -1,7 +1,7 @@
 """Helpers for transformers models and configs. Start here when upgrading transformers.
 
 Forward arguments, token positions and config fields differ between model families, and between releases of
-transformers. Most helpers deal with these differences. Some use private names of transformers or peft.
+transformers.
 """
 
 from __future__ import annotations
@@ -28,25 +28,17 @@ def base_model(model: nn.Module) -> Any:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model, which is the decoder of a multimodal model."""
+    """The config of the language model."""
     return base_model(model).config.get_text_config(decoder=True)
 
 
 def attention_kernel(model: nn.Module) -> str:
-    """The name of the decoder's attention kernel in transformers, or "" if there is none."""
+    """The name of the decoder's attention kernel, or "" if there is none."""
     return getattr(text_config(model), "_attn_implementation", None) or ""
 
 
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model's weights to a dtype, except those that `from_pretrained` with this dtype keeps in float32.
-
-    For example, the weights and biases of the routers of GLM-4.5, DeepSeek-V3 and Nemotron-H stay in float32, because
-    these routers would select other experts with 16-bit biases.
-
-    Args:
-        model: The model, changed in place. It may have adapters.
-        dtype: A floating-point dtype.
-    """
+    """Convert a model's weights to a dtype, except those that `from_pretrained` with this dtype keeps in float32."""
     kept = [pattern.replace("*", ".*") for pattern in base_model(model)._get_dtype_plan(dtype)]
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if weight.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
@@ -71,7 +63,7 @@ def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def rotary_function(forward: Any) -> FunctionType | None:
-    """The function `ROTARY` that a forward calls, even if the forward is decorated; None if it calls no `ROTARY`."""
+    """The function `ROTARY` that a forward calls (decorated or not), or None."""
     inner = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or not isinstance(inner, FunctionType):
         return None
@@ -80,7 +72,7 @@ def rotary_function(forward: Any) -> FunctionType | None:
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
-    """The RMS norms of a model, except torch's own norms, which already run as one kernel."""
+    """The RMS norms of a model, except torch's own norms."""
     return [
         module
         for module in model.modules()
@@ -91,8 +83,7 @@ def norms(model: nn.Module) -> list[nn.Module]:
 def text_positions(mask: Tensor) -> Tensor:
     """[N, L] position of every token. Padding is not counted, because left padding must not shift a prompt.
 
-    The positions of a completion continue at the unpadded length of its prompt. If they continued at the padded length,
-    the gradient would be wrong by 60 %, an error that no loss curve shows.
+    The positions of a completion continue at the unpadded length of its prompt.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
@@ -101,7 +92,7 @@ class PlacedPrompts(NamedTuple):
     """Positions of prompt tokens, and of the first token after each prompt."""
 
     arguments: dict[str, Tensor]
-    """Arguments of the model's forward for the prompts: `position_ids` and the token types, as the model names them."""
+    """Arguments of the model's forward for the prompts: `position_ids` and the token types."""
 
     first: Tensor
     """[N, 1] position of the first token after each prompt."""
@@ -115,13 +106,13 @@ class PlacedPrompts(NamedTuple):
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """True if the model's forward names this argument. `**kwargs` does not count, because a model can ignore it."""
+    """True if the model's forward names this argument. `**kwargs` does not count."""
     return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 
 @functools.cache
 def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
-    """Argument names of a model class's forward. They are cached, because every decoding step calls this function."""
+    """Argument names of a model class's forward."""
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
@@ -135,7 +126,7 @@ def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
 def cache_argument(model: nn.Module) -> str | None:
     """Name of the KV cache among the arguments of the model's forward; None if it takes no cache.
 
-    transformers 5.24 has renamed `past_key_values` to `cache`. Models with remote code may use either name.
+    transformers 5.24 has renamed `past_key_values` to `cache`.
     """
     return next((name for name in ("cache", "past_key_values") if accepts(model, name)), None)
 
@@ -150,7 +141,7 @@ def left_pad(rows: list[list[int]], pad_id: int, multiple: int = 1) -> tuple[Ten
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode. Afterwards, the mode of each module is restored."""
+    """Context in which the model is in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -162,10 +153,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(key: str, name: str) -> Iterator[None]:
-    """Context for loading what a setting specifies. Raises: FileNotFoundError; its message states the setting.
-
-    The error of transformers does not state the setting, and only suggests logging in to the hub.
-    """
+    """Context for loading what a setting specifies. Raises: FileNotFoundError; its message states the setting."""
     if not may_be_on_hub(name) and not Path(name).is_dir():
         raise FileNotFoundError(
             f"{key} {name!r}: there is no folder {Path(name).resolve()}. The current folder is {Path.cwd()}."
@@ -184,7 +172,7 @@ def naming(key: str, name: str) -> Iterator[None]:
 
 
 def may_be_on_hub(name: Any) -> bool:
-    """True if a policy or tokenizer is a name that can only be loaded from the hub or from the hub's cache."""
+    """True for a name that can only be loaded from the hub or from the hub's cache."""
     # Hub names are `name` or `owner/name`: anything else can only be a folder.
     return (
         isinstance(name, str) and name.count("/") <= 1 and not (name.startswith((".", "/", "~")) or Path(name).is_dir())
@@ -208,7 +196,7 @@ def vocabulary_size(config: PretrainedConfig) -> int:
 
 
 def rope_entries(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a text config, as one entry or as one entry per layer type."""
+    """The rope settings of a text config, one entry or one per layer type."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     is_per_layer_type = bool(rope) and all(isinstance(entry, dict) for entry in rope.values())
     entries = list(rope.values()) if is_per_layer_type else [rope]
@@ -233,7 +221,7 @@ def is_copied(module: nn.Module) -> bool:
 def running_module(module: Any) -> Any:
     """The layer that runs when `module` is called.
 
-    For a copied layer, this is the original or the copy. For any other module, it is `module` itself.
+    For a copied layer, this is the original or the copy.
     """
     if not is_copied(module):
         return module

@@ -1,8 +1,7 @@
-"""The tokens between two turns of the policy, as the chat template writes them for messages of an environment.
+"""The tokens between two turns of the policy, as the chat template writes them.
 
-A conversation is one growing sequence of tokens. The policy's own text is never tokenized again, because that could
-give other tokens. Only the messages that follow the policy's turn are rendered, after a placeholder turn of one word
-(`MARK`). The text that the template writes after this word is tokenized and appended.
+The policy's own text is never tokenized again, because that could give other tokens. Only the messages that follow the
+policy's turn are rendered, after a placeholder turn (`MARK`). The text after it is tokenized and appended.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class TurnTokens:
         """Tokens between a turn of the policy and the beginning of the policy's next turn.
 
         Args:
-            messages: The messages of the environment.
-            last_id: The last token of the policy's turn. If the last token is a stop token, and the template repeats
-                this token, the repetition is left out.
+            messages: The environment's messages.
+            last_id: The last token of the policy's turn. If it is a stop token, its repetition by the template is left
+                out.
             settings: Arguments of the chat template.
             is_chat: False for a prompt that is plain text. The messages' texts are then appended without a template.
 
@@ -70,9 +69,8 @@ class TurnTokens:
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
         """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
 
-        Only the stop token that the policy wrote counts as repeated. A different stop token does not count, because it
-        can open the next message, as `<|user|>` does in GLM's templates. Some templates write a space in front of the
-        repeated token. The tokens of this space count as well.
+        A different stop token does not count, because it can open the next message. Some templates write a space in
+        front, which counts as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -87,14 +85,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Do the same as `ids`, but for messages that contain images. Also return the images.
-
-        Args:
-            messages: The messages of the environment, with a part {"type": "image"} per image.
-            images: The images, in order.
-            last_id: The last token of the policy's turn.
-            settings: Arguments of the chat template.
-            where: Name of the observation in errors.
+        """Same as `ids`, for messages that contain images. Also return the images.
 
         Returns:
             The tokens, and the images. Places in `ObservedImages` are counted from the first token of the observation.
@@ -139,7 +130,7 @@ class TurnTokens:
         return str(self.tokenizer.decode(shown, skip_special_tokens=True))
 
     def cut(self, text: str, max_tokens: int) -> tuple[str, int]:
-        """Cut a text to at most `max_tokens` tokens. Returns: the text, and its number of tokens."""
+        """Cut a text to at most `max_tokens` tokens. Returns: text and number of tokens."""
         ids = self.encode(text)
         if len(ids) <= max_tokens:
             return text, len(ids)
@@ -158,12 +149,7 @@ class TurnTokens:
         return self._behind(turn, messages, settings)
 
     def turn_with_call(self, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-        """Text of a turn of the policy that calls a tool, as the template writes it, without special tokens.
-
-        Args:
-            name: Name of the tool.
-            arguments: Arguments of the call.
-            settings: Arguments of the chat template.
+        """Text of a turn of the policy that calls a tool, without special tokens.
 
         Returns:
             The text; empty if the template cannot render calls.
@@ -219,8 +205,8 @@ class TurnTokens:
     def rewritten_part(self, settings: Mapping[str, Any]) -> str:
         """The part that the template removes from earlier turns of the policy: "reasoning", or "" for no part.
 
-        Templates of reasoning models remove `<think>...</think>` from all turns but the last. If a server renders the
-        conversation anew, the model then gets a text that differs from the text in training.
+        Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
+        conversation anew then gives the model another text than training.
         """
         turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
         user = {"role": "user", "content": "question"}

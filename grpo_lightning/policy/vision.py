@@ -1,11 +1,7 @@
 """Run a model with the images of its prompts. Features of a frozen vision tower can be stored and used again.
 
-In transformers, the forward pass of every vision-language model calls the model's method `get_image_features`. This
-method is replaced while a forward pass runs. If the features of all images are stored and the tower need not run, the
-replacement returns the stored features. In all other cases, the replacement runs the vision tower. Each prompt's images
-are encoded once, even if several rows of the pass have the same prompt. If `keeps` is true, the replacement stores the
-features. If no prompt has an image, but the vision tower has to run, the replacement runs the tower on a blank image
-and discards the features.
+The model's method `get_image_features` is replaced while a forward pass runs. The replacement returns stored features,
+or runs the vision tower.
 """
 
 from __future__ import annotations
@@ -36,10 +32,7 @@ from grpo_lightning.policy.transformers_internals import (
 
 @contextlib.contextmanager
 def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = False) -> Iterator[dict[str, Any]]:
-    """Context for a forward pass with the images of prompts. The caller passes the yielded arguments to the forward.
-
-    Inside the context, the method `get_image_features` of models of known families is replaced, so that image features
-    can be stored and used again.
+    """Context for a forward pass with the images of prompts.
 
     Args:
         model: The policy.
@@ -94,7 +87,7 @@ def showing_images(model: nn.Module, vision: VisionInputs, *, keeps: bool = Fals
 
 
 def to_model(images: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Move tensors to the model's device and dtype, because not every model does this itself."""
+    """Move tensors to the model's device and dtype."""
     device = compute_device(model)
     dtype = next(p.dtype for p in base_model(model).parameters() if p.is_floating_point())
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
@@ -106,7 +99,7 @@ def concatenate_images(prompts: Sequence[PromptVision]) -> dict[str, Tensor]:
 
 
 def pad_to_largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Right-pad tensors [images, ...] with zeros, as processors pad images that differ in size or number of tiles."""
+    """Right-pad tensors [images, ...] with zeros."""
     sizes = zip(*(tensor.shape[1:] for tensor in tensors), strict=True)
     most = [max(size) for size in sizes]
 
@@ -127,8 +120,7 @@ def store_features(prompts: Sequence[PromptVision], features: ImageFeatures) -> 
 def encode_missing(model: nn.Module, prompts: Sequence[PromptVision | None]) -> None:
     """Compute and store image features that are not stored yet. The model's vision tower must be frozen.
 
-    The tower runs on one prompt at a time. The features of a prompt therefore do not depend on the other prompts, not
-    even in their last bits. A resumed run thus computes the same features.
+    The tower runs on one prompt at a time, so that a resumed run computes the same features.
     """
     inner = inner_model(model)
     accepted = inspect.signature(inner.get_image_features).parameters
@@ -187,8 +179,7 @@ def flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
 def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_sharded: bool) -> bool:
     """True if the vision tower has to run on every rank. A rank without images then runs it on a blank image.
 
-    The gradient of a trained tower is averaged over all ranks, and a sharded tower is gathered from all ranks. A frozen
-    tower need not run if the features of all images are known already.
+    The gradient of a trained tower is averaged over all ranks, and a sharded tower is gathered from all ranks.
     """
     if is_tower_trained(model):
         return True
@@ -202,10 +193,7 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs) -> PlacedPrompts:
     """Compute the positions of prompts that can contain images. Padding is not counted (see `text_positions`).
 
-    In some models, each token has three positions: time, row and column. For a prompt with images, the method
-    `get_rope_index` of such a model computes the positions. In other models of known families, image tokens are
-    numbered like text tokens. For a model of an unknown family, no `position_ids` are returned, because the model's
-    forward pass computes the positions itself.
+    For a model of an unknown family, no `position_ids` are returned, because the model computes them itself.
 
     Args:
         model: The policy.
@@ -239,13 +227,7 @@ def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, visi
 
 
 def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
-    """Vision inputs of a prompt and of the text that follows it in a conversation.
-
-    Args:
-        prompt: Vision inputs of the prompt.
-        more_ids: The tokens that follow the prompt.
-        length: Number of tokens of the prompt.
-    """
+    """Vision inputs of a prompt and of the text that follows it in a conversation."""
     if not more_ids:
         return prompt
     count = len(more_ids)
@@ -264,14 +246,7 @@ def whole(
     completion_ids: Sequence[int],
     observed: Sequence[ObservedImages],
 ) -> PromptVision:
-    """The vision inputs of a conversation with images in its observations.
-
-    Args:
-        prompt: Vision inputs of the prompt.
-        prompt_ids: [L] tokens of the prompt.
-        completion_ids: [T] tokens that follow the prompt.
-        observed: The observations with images.
-    """
+    """The vision inputs of a conversation with images in its observations."""
     parts = [prompt, *(each.vision for each in observed)]
     length = len(prompt_ids) + len(completion_ids)
     token_types: dict[str, Tensor] = {}
