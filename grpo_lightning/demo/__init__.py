@@ -1,6 +1,5 @@
 """Tiny models and tasks of the quickstarts, all built offline.
 
-The tasks with text are `arithmetic` and `reasoning_gym`. The task with images is `grounding`, with the pictures of
-`scenes`. The tasks with conversations are `guessing` (a game) and `tool_use` (a calculator). `number_games` writes rows
-of the game for a policy that understands English.
+The tasks with text are `arithmetic` and `reasoning_gym`. The task with images is `grounding`. The tasks with
+conversations are `guessing` (a game) and `tool_use` (a calculator).
 """

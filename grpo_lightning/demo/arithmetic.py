@@ -1,15 +1,12 @@
-"""The quickstart's tiny Qwen2, its tokenizer and its task. All three are built offline in under a minute, then cached.
+"""The quickstart's tiny Qwen2, its tokenizer and its task.
 
-The task is the sum of eight digits modulo six, which this model can solve only step by step. The answer to the prompt
-`20351020=` is (2 + 0 + 3 + 5 + 1 + 0 + 2 + 0) mod 6 = 1. A brief supervised warm-up teaches the model two kinds of
-completions:
+The task is the sum of eight digits modulo six, which this model solves only step by step. The answer to the prompt
+`20351020=` is 1. A supervised warm-up teaches two kinds of completions:
 
-- Short completions guess the answer, for example `<answer>0</answer>`, and are right in one of six cases. At the end of
-  the warm-up, most completions are short.
-- Worked completions write every running sum first, for example `<think>22545511</think><answer>1</answer>`, and are
-  right.
+- Short completions guess the answer (`<answer>0</answer>`). At the end of the warm-up, most completions are short.
+- Worked completions write every running sum first (`<think>22545511</think><answer>1</answer>`), and are right.
 
-GRPO has to find out which kind is rewarded, so accuracy and completion length rise together. Nothing is downloaded.
+GRPO has to find out which kind is rewarded.
 """
 
 from __future__ import annotations
@@ -54,10 +51,10 @@ class DemoTask:
     num_heldout: int = 256
 
     seed: int = 0
-    """Seed of the sequences, of the model's initial weights and of the warm-up's order."""
+    """Seed of the sequences, the initial weights and the warm-up."""
 
     def __post_init__(self) -> None:
-        """Check the sizes. Raises: ValueError if one is not allowed; the message names value and range."""
+        """Check the sizes. Raises: ValueError if one is not allowed."""
         if not 2 <= self.modulus <= 10:
             raise ValueError(f"modulus must be 2 to 10 (a digit is one character), got {self.modulus}.")
         wanted, available = self.num_warm_up + self.num_train + self.num_heldout, self.modulus**self.num_digits
@@ -66,7 +63,7 @@ class DemoTask:
             raise ValueError(f"the sets need {wanted} {sequences}; there are only {available}. Raise num_digits.")
 
     def question(self, digits: Sequence[int]) -> str:
-        """The prompt, which consists of the digits and an equals sign."""
+        """The prompt: the digits and an equals sign."""
         return "".join(map(str, digits)) + "="
 
     def truth(self, digits: Sequence[int]) -> int:
@@ -74,16 +71,16 @@ class DemoTask:
         return sum(digits) % self.modulus
 
     def worked_completion(self, digits: Sequence[int]) -> str:
-        """The worked completion, which has every running sum and then the correct answer."""
+        """The worked completion, with every running sum and the correct answer."""
         sums = [self.truth(digits[: end + 1]) for end in range(len(digits))]
         return f"<think>{''.join(map(str, sums))}</think><answer>{sums[-1]}</answer>"
 
     def short_completion(self, digits: Sequence[int]) -> str:
-        """The short completion, which answers with the last digit. This answer is right in one of `modulus` cases."""
+        """The short completion, which answers with the last digit."""
         return f"<answer>{digits[-1]}</answer>"
 
     def split(self) -> DemoSplit:
-        """Sample the three sets without replacement, so that they share no sequence."""
+        """Sample the three sets without replacement."""
         sizes = (self.num_warm_up, self.num_train, self.num_heldout)
         codes = random.Random(self.seed).sample(range(self.modulus**self.num_digits), sum(sizes))
         places = [self.modulus**place for place in range(self.num_digits)]
@@ -108,31 +105,29 @@ class DemoModel:
     num_heads: int = 4
 
     initializer_range: float = 0.12
-    """About 1 / sqrt(hidden_size). With Qwen2's default of 0.02, a model this small needs 4 times as long to learn the
-    worked completions."""
+    """About 1 / sqrt(hidden_size). With Qwen2's default of 0.02, a model this small learns 4 times as slowly."""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The supervised phase, which trains on worked completions until they are learned, then mostly on short ones."""
+    """The supervised phase, on worked completions, then mostly on short ones."""
 
     batch_size: int = 64
     learning_rate: float = 5e-3
-    """Peak learning rate. The learning rate rises to this value during the first `num_ramp_steps`, stays there until
-    worked completions are learned, and decays to zero during the last `num_short_steps`."""
+    """Peak, reached after `num_ramp_steps` and held until worked completions are learned. Then the rate decays to
+    zero."""
 
     num_ramp_steps: int = 20
     beta2: float = 0.99
     target_loss: float = 0.002
-    """Worked completions count as learned once their loss, averaged over about ten steps, is below this value."""
+    """Worked completions count as learned once the running mean of their loss is below this value."""
 
     max_worked_steps: int = 1000
     num_short_steps: int = 250
-    """Steps of mostly short completions. With this number of steps, 19 of 20 worked completions are right; with fewer
-    steps, only 18 of 20."""
+    """Steps of mostly short completions."""
 
     short_share: float = 0.85
-    """Share of short completions in the last `num_short_steps`. GRPO's first rollout has about the same share."""
+    """Share of short completions in the last `num_short_steps`."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +150,11 @@ class DemoRecipe(Recipe):
 
 
 class Quickstart(PrepareDemo):
-    """Builds the demo's model and data for the quickstart recipe. Pass an instance to `PromptDataModule` as `prepare`.
+    """Builds the model and data of the quickstart. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.
-        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other. For example,
-            two threads on shared cores were 17 times slower than one.
+        num_threads: CPU threads of the run. The threads of a model this small mostly wait for each other.
     """
 
     recipe = DemoRecipe
@@ -170,14 +164,14 @@ class Quickstart(PrepareDemo):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with a token for each printable ASCII character, space, tab, newline, `<pad>` and `<eos>`."""
+    """Build a tokenizer of printable ASCII characters, space, tab, newline, `<pad>` and `<eos>`."""
     return character_tokenizer(" \t\n")
 
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, size: DemoModel | None = None, *, seed: int = 0
 ) -> Qwen2ForCausalLM:
-    """Build an untrained Qwen2 in float32 and eval mode, with the tokenizer's `<pad>` and `<eos>`."""
+    """Build an untrained Qwen2 in float32 and eval mode."""
     size = size or DemoModel()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -207,11 +201,9 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Train the model in place on worked completions until they are learned, then on mostly short completions.
+    """Train the model in place on worked completions, then on mostly short ones.
 
-    Worked completions write every running sum before the answer. The model learns them suddenly, after a number of
-    training steps that varies with the seed. Therefore, the first phase ends when the loss is low. All completions of
-    one kind have the same length, so no padding is needed.
+    The number of steps until worked completions are learned varies with the seed.
 
     Raises:
         RuntimeError: If worked completions are not learned within `max_worked_steps`.
@@ -239,7 +231,7 @@ def warm_up(
 
 
 class _Corpus:
-    """The warm-up corpus: every sequence with both kinds of completions."""
+    """The warm-up corpus."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: DemoTask, settings: WarmUp) -> None:
         sequences = task.split().warm_up
@@ -252,7 +244,7 @@ class _Corpus:
         self.draw = torch.Generator().manual_seed(task.seed)
 
     def loss(self, model: Qwen2ForCausalLM, num_short: int) -> Tensor:
-        """Mean cross-entropy over the completion tokens of a new batch with `num_short` short completions."""
+        """Mean cross-entropy of a new batch with `num_short` short completions."""
         rows = torch.randint(len(self.worked), (self.batch_size,), generator=self.draw)
         losses = []
         for ids in filter(len, (self.worked[rows[num_short:]], self.short[rows[:num_short]])):

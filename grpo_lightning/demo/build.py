@@ -1,4 +1,4 @@
-"""Code that builds and caches the demos, with the tokenizer and the supervised warm-up step that they share."""
+"""Code that builds and caches the demos."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DemoFiles:
 
     @property
     def model(self) -> Path:
-        """The folder for `from_pretrained`, with weights, configuration, tokenizer and processor."""
+        """The folder for `from_pretrained`."""
         return self.folder / "model"
 
     @property
@@ -54,7 +54,7 @@ class Recipe(ABC):
     """All settings that determine a demo's files. Subclasses define the fields."""
 
     code: ClassVar[str | int]
-    """Part of the cache key. If new code builds other files from the same fields of the recipe, change this value."""
+    """Part of the cache key. Change it if the code builds other files from the same fields."""
 
     @abstractmethod
     def build(self, folder: Path, *, show_progress: bool) -> None:
@@ -68,7 +68,7 @@ class Recipe(ABC):
 
     @property
     def key(self) -> str:
-        """The name of the cache folder, which is a hash of all fields and of the code versions."""
+        """The name of the cache folder: a hash of the fields and versions."""
         versions = {"torch": str(torch.__version__), "transformers": transformers.__version__, "code": self.code}
         facts = {**self.facts, **versions, **self.more_versions()}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -82,12 +82,9 @@ class Recipe(ABC):
         return replace(self, task=replace(self.task, seed=seed))  # type: ignore[call-arg, attr-defined]
 
     def prepare(self, seed: int = 0, cache_dir: str | Path | None = None, *, show_progress: bool = True) -> DemoFiles:
-        """Build model and data once and cache them. An interrupted build is not used.
+        """Build model and data once and cache them. `seed` replaces the recipe's seed.
 
-        Args:
-            seed: Replaces the recipe's seed.
-            cache_dir: Parent folder; by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
-            show_progress: Show progress bars of the warm-up.
+        `cache_dir` is by default `$GRPO_LIGHTNING_CACHE`, else `~/.cache/grpo_lightning/demo`.
 
         Raises:
             ImportError: If a package that the demo needs is missing.
@@ -112,7 +109,7 @@ class Recipe(ABC):
 
 
 def _numbers(value: Any) -> Any:
-    """Convert a dataclass, and the dataclasses in its fields, to a dict of the fields that its constructor takes."""
+    """Convert nested dataclasses to dicts of the constructor's fields."""
     if not is_dataclass(value):
         return value
     return {field.name: _numbers(getattr(value, field.name)) for field in fields(value) if field.init}
@@ -146,10 +143,9 @@ class PrepareDemo:
 def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
     """Build a tokenizer of single characters, with the special tokens `<pad>` and `<eos>`.
 
-    Each printable ASCII character and each character of `spaces` is a token. Other characters are dropped. The
-    tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads the tokenizer of any Qwen2 model as a
-    byte-level BPE. `AutoTokenizer` would also add the default unknown token, which the model does not have, so `<pad>`
-    is set as the unknown token.
+    Each printable ASCII character and each character of `spaces` is a token. The tokenizer is a byte-level BPE without
+    merges, because `AutoTokenizer` loads the tokenizer of any Qwen2 model as one. `<pad>` is the unknown token, so that
+    `AutoTokenizer` adds none.
     """
     characters = string.digits + string.ascii_letters + string.punctuation
     stored = characters + "".join(chr(256 + ord(space)) for space in spaces)
@@ -163,13 +159,7 @@ def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenize
 
 
 class Teacher:
-    """Optimizer of the supervised phase in which a demo's model is trained: AdamW with clipped gradients.
-
-    Args:
-        parameters: The trainable parameters.
-        learning_rate: Peak learning rate; each step uses a fraction of this rate.
-        beta2: AdamW's beta2.
-    """
+    """Optimizer of the supervised phase: AdamW with clipped gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, learning_rate: float, beta2: float) -> None:
         self.parameters = list(parameters)

@@ -1,13 +1,11 @@
 """The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but mostly answers with the whole image.
 
-A brief supervised warm-up first teaches the vision tower to recognize shapes. Then it teaches the language model two
-kinds of completions:
+A supervised warm-up teaches two kinds of completions:
 
-- A lazy completion answers with the box of the whole image. The IoU of this box with the ground-truth box is about
-  0.10. At the end of the warm-up, most completions are lazy.
+- A lazy completion answers with the box of the whole image. At the end of the warm-up, most completions are lazy.
 - A worked completion names the shape, locates it, and answers with its box.
 
-GRPO has to find out which kind is rewarded. Nothing is downloaded.
+GRPO has to find out which kind is rewarded.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class GroundingModel:
 
 
 def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with a token for each word, number and tag of the task and each printable ASCII character."""
+    """Build a tokenizer of the task's words, numbers and tags, and of printable ASCII characters."""
     media = {"image_token": IMAGE, "video_token": VIDEO, "vision_start_token": START, "vision_end_token": END}
     tokenizer = character_tokenizer(chat_template=CHAT_TEMPLATE, extra_special_tokens=media)
     tags = ["<think>", "</think>", "<answer>", "</answer>", ", ", "Where is the ", "anything"]
@@ -78,7 +76,7 @@ def build_tokenizer(task: SceneTask) -> PreTrainedTokenizerFast:
 
 
 def build_processor(task: SceneTask, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    """Build Qwen2.5-VL's processor, with pixel limits within which the task's images are not resized."""
+    """Build Qwen2.5-VL's processor, which does not resize the task's images."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     sizes = {"patch_size": task.cell_size, "merge_size": PATCHES_PER_TOKEN}
@@ -146,11 +144,7 @@ NOTHING = -100
 
 @dataclass(frozen=True)
 class GroundingWarmUp:
-    """The three supervised phases.
-
-    The first phase trains the vision tower. The second phase trains the language model on mostly worked completions,
-    and the last phase trains it on mostly lazy completions.
-    """
+    """The three supervised phases: the vision tower, mostly worked completions, and mostly lazy completions."""
 
     batch_size: int = 64
     num_tower_images: int = 2000
@@ -164,22 +158,20 @@ class GroundingWarmUp:
     lazy_share_of_worked: float = 0.125
     """Share of lazy completions in the phase of mostly worked completions.
 
-    With a share of 0, the model learns the first word of lazy completions only in the last phase. For held-out
-    questions, a share of 0 halves the probability that a worked completion begins with the correct word.
+    A share of 0 halves the probability that a worked completion begins with the correct word on held-out questions.
     """
 
     num_lazy_steps: int = 150
     learning_rate: float = 6e-3
-    """Peak learning rate of the first two phases; `lazy_learning_rate` is the peak of the last phase. In each phase,
-    the learning rate rises to its peak during the first `num_ramp_steps`, stays there until the fraction `held_share`
-    of the phase is over, and then decays to zero."""
+    """Peak learning rate of the first two phases (see `learning_rate_share`). `lazy_learning_rate` is that of the last
+    phase."""
 
     lazy_learning_rate: float = 5e-4
     num_ramp_steps: int = 20
     held_share: float = 0.5
     beta2: float = 0.99
     lazy_share: float = 0.85
-    """Share of lazy completions in the last phase. GRPO's first rollout has about the same share."""
+    """Share of lazy completions in the last phase."""
 
 
 def warm_up(
@@ -206,11 +198,10 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the vision tower so that each image token encodes the color, shape and box of the thing that it shows.
+    """Train the vision tower to encode the color, shape and box of a thing in each of its image tokens.
 
-    The logit of a color or shape is the dot product of the image token and the embedding of the word for this color
-    or shape. The language model can then find a thing by comparing word embeddings with image tokens. For each of the
-    four sides of the box, a linear layer classifies the position of the side, in cells.
+    The logit of a color or shape is the dot product of the image token and the word's embedding. The language model can
+    then compare word embeddings with image tokens.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
@@ -247,7 +238,7 @@ def teach_language(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the language model on mostly worked, then mostly lazy completions. The vision tower stays as it is."""
+    """Train the language model on mostly worked, then on mostly lazy completions."""
     scenes = varied_scenes(task, "language", settings.num_images)
     corpus = _Corpus(model, processor, task, scenes, show_progress=show_progress)
     language = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
@@ -265,13 +256,13 @@ def teach_language(
 
 
 def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
-    """Generate `number` scenes in which about half of the things have a color or shape that no question names."""
+    """Generate scenes. About half of the things have a nameless color or shape."""
     draw = random.Random(f"{task.seed}, {purpose}, varied")
     return [vary(scene, draw) for scene in itertools.islice(task.scenes(purpose), number)]
 
 
 def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
-    """Fraction of the peak learning rate. It rises linearly, stays at 1, and then decays to zero along a cosine."""
+    """Fraction of the peak learning rate: a linear rise, 1, and a cosine decay to zero."""
     ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
     held = settings.held_share * num_steps
     past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
@@ -279,12 +270,7 @@ def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) ->
 
 
 class _Corpus:
-    """The warm-up corpus: questions about the shapes in images, and two completions for each question.
-
-    The worked completion writes the color or shape of the thing that the question is about, the left and upper edges of
-    this thing, and then its box as the answer. The lazy completion answers with the box of the whole image. No padding
-    is needed, because all questions have the same number of tokens, and so do all completions of the same kind.
-    """
+    """The warm-up corpus."""
 
     def __init__(
         self,
@@ -313,7 +299,7 @@ class _Corpus:
         self.grids = torch.tensor([patch_grid(task)])
 
     def loss(self, batch_size: int, num_lazy: int) -> Tensor:
-        """Mean cross-entropy over the completion tokens of a new batch with `num_lazy` lazy completions."""
+        """Mean cross-entropy of a new batch with `num_lazy` lazy completions."""
         rows = torch.randint(len(self.worked), (batch_size,))
         losses = []
         for answers, chosen in ((self.worked, rows[num_lazy:]), (self.lazy, rows[:num_lazy])):
@@ -325,15 +311,7 @@ class _Corpus:
         return torch.cat(losses).mean()
 
     def logits(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Completion logits.
-
-        Args:
-            ids: [B, L + T].
-            features: [B, tokens, width].
-
-        Returns:
-            [B, T, V].
-        """
+        """Completion logits [B, T, V] of ids [B, L + T] and features [B, tokens, width]."""
         are_images = ids == self.model.config.image_token_id
         embedded = self.model.get_input_embeddings()(ids).masked_scatter(are_images[..., None], features)
         # All rows have the image at the same place, hence the same positions: [3, 1, L + T].
@@ -346,7 +324,7 @@ class _Corpus:
 
 
 def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTask) -> list[int]:
-    """Tokenize a prompt as the processor does, with one image token per 2 x 2 patches before the question."""
+    """Tokenize a prompt as the processor does."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     _, height, width = patch_grid(task)
@@ -356,7 +334,7 @@ def prompt_ids(question: str, tokenizer: PreTrainedTokenizerFast, task: SceneTas
 
 
 def patch_grid(task: SceneTask) -> tuple[int, int, int]:
-    """The numbers of frames, rows of patches and columns of patches in an image. A cell is one patch."""
+    """(Frames, rows, columns) of an image's patches. A cell is one patch."""
     return 1, task.num_cells, task.num_cells
 
 
@@ -364,8 +342,7 @@ def patch_grid(task: SceneTask) -> tuple[int, int, int]:
 def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[None]:
     """Embed patches by one matrix product inside the `with` block.
 
-    The product equals the convolution of the vision tower, because the convolution's stride is its kernel size. On a
-    CPU the product is five times faster.
+    The product equals the convolution, because stride and kernel size are equal. It is faster on a CPU.
     """
     embed = model.model.visual.patch_embed
     weight = embed.proj.weight  # [width, channels, frames, height, width]
@@ -384,16 +361,7 @@ def patches_of(scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLPr
 
 
 def features_of(model: Qwen2_5_VLForConditionalGeneration, task: SceneTask, patches: Tensor) -> Tensor:
-    """Compute vision features.
-
-    Args:
-        model: The model with the vision tower.
-        task: Defines the grid of patches.
-        patches: [B, patches, values].
-
-    Returns:
-        [B, tokens, width].
-    """
+    """Compute vision features of patches [B, patches, values]. Returns: [B, tokens, width]."""
     grids = torch.tensor([patch_grid(task)]).expand(len(patches), 3)
     outputs: Any = model.model.visual(patches.flatten(0, 1), grid_thw=grids)
     return outputs.pooler_output.unflatten(0, (len(patches), -1))  # type: ignore[no-any-return]
@@ -418,7 +386,7 @@ def features_in_parts(
 def patches_in_parts(
     scenes: Sequence[Scene], task: SceneTask, processor: Qwen2_5_VLProcessor, size: int = 100
 ) -> Iterator[Tensor]:
-    """Compute the patches of many images in chunks. In half precision, the patches of 6,000 images take 0.9 GB."""
+    """Compute the patches of many images in chunks. Half precision saves memory."""
     for start in range(0, len(scenes), size):
         yield patches_of(scenes[start : start + size], task, processor).half()
 
@@ -427,8 +395,8 @@ def labels_of(scenes: Sequence[Scene], task: SceneTask) -> Tensor:
     """Label each image token with the thing that covers most of it.
 
     Returns: [images, tokens, 6]: the thing's color (position in `COLORS`), its shape (position in `SHAPES`), and its
-        left, top, right and bottom edges (in units of cells). All six labels are `NOTHING` for tokens that show no
-        thing. A color that is not in `COLORS` has the label `NOTHING`, and so has a shape that is not in `SHAPES`.
+        left, top, right and bottom edges (in units of cells). Nameless colors and shapes, and tokens without a thing,
+        have the label `NOTHING`.
     """
     side = task.num_cells // PATCHES_PER_TOKEN
     colors, shapes = ({name: index for index, name in enumerate(names)} for names in (COLORS, SHAPES))
@@ -468,7 +436,7 @@ class GroundingRecipe(Recipe):
 
 
 class GroundingQuickstart(PrepareDemo):
-    """Builds the demo's model and data for the grounding recipe. Pass an instance to `PromptDataModule` as `prepare`.
+    """Builds the model and data of the grounding quickstart. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `images/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's

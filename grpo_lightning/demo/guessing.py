@@ -1,14 +1,12 @@
-"""Builds the model (a tiny Qwen2), tokenizer and rows of the number game offline in seconds, and caches them.
+"""The number game: a tiny Qwen2, its tokenizer and its rows.
 
 The policy has four guesses to find a digit. After a wrong guess, the environment answers whether the digit is higher
 (`+`) or lower (`-`) than the guess:
 
     guess:5<eos>+7<eos>-6<eos>
 
-A brief supervised warm-up on games of random guesses teaches the model only how a game is written. After the warm-up,
-the model's guesses ignore the answers of the environment. The model finds the digit in about a third of the games. GRPO
-has to find out that the answers are useful. A player who halves the remaining range with every guess needs at most four
-guesses.
+A supervised warm-up on games of random guesses teaches the model only how a game is written. GRPO has to find out that
+the answers of the environment are useful.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class GuessingTask:
     num_train: int = 2000
     num_heldout: int = 200
     seed: int = 0
-    """Seed of the digits, of the model's initial weights and of the warm-up."""
+    """Seed of the digits, the initial weights and the warm-up."""
 
     def write(self, folder: Path) -> None:
         """Write `train.jsonl` and `heldout.jsonl`, one {"prompt": "guess:", "number": 7} per line."""

@@ -1,8 +1,7 @@
 """Rows of the number game with questions in English, for a policy that understands English.
 
 A row is {"question": "I am thinking of a whole number from 312 to 411.", "number": 345}. The environment is
-`environments.GuessTheNumber`, which reads the column `number`. The recipe's `data.question_template` states the rules
-of the game and the number of guesses.
+`environments.GuessTheNumber`, which reads the column `number`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from grpo_lightning.core.seeding import run_seed
 class NumberGames:
     """Writes games to `train.jsonl` and `heldout.jsonl`. Pass an instance to `PromptDataModule` as `prepare`.
 
-    Any two games differ in the range or in the number to guess, so no held-out game is also a training game. The folder
-    is written atomically, and is rebuilt only if a setting has changed.
+    No held-out game is also a training game. The folder is rebuilt only if a setting has changed.
 
     Args:
         folder: Output folder; replaced as a whole.

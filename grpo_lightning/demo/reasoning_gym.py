@@ -1,13 +1,11 @@
 """The reasoning-gym quickstart: a tiny Qwen2 that can solve three tasks, but mostly answers without reasoning.
 
-A brief supervised warm-up teaches the model two kinds of completions for every task:
+A supervised warm-up teaches two kinds of completions for every task:
 
-- Hasty completions give the answer to some other question. At the end of the warm-up, most completions of the model are
-  hasty.
+- Hasty completions give the answer to some other question. At the end of the warm-up, most completions are hasty.
 - Worked completions write the steps of the solution first, and are mostly right.
 
-GRPO has to find out which kind is rewarded. Tasks, questions and verifiers are those of reasoning-gym. Nothing is
-downloaded.
+GRPO has to find out which kind is rewarded. Tasks, questions and verifiers are those of reasoning-gym.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
 }
-"""The tasks and their settings. With these settings, questions are short, and each step of a solution depends mainly on
-the step before it."""
+"""The tasks and their settings. Questions are short, and each step of a solution depends mainly on the step before
+it."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -54,16 +52,16 @@ PHRASES = (
     *("<think>", "</think><answer>", "<answer>", "</answer>"),
     *(str(number) for number in range(-18, 28) if not 0 <= number <= 9),  # possible sums of three digits
 )
-"""Texts that are one token each: phrases that recur in the questions, and numbers of several characters."""
+"""Texts that are one token each."""
 
 
 def steps(task: str, entry: Entry) -> str:
-    """The solution steps of a question, without the answer, for example `8-0=8+7=15`, `0<n 3=n 8>y` or `b r u s h`."""
+    """The solution steps of a question: `8-0=8+7=15`, `0<n 3=n 8>y` or `b r u s h`."""
     return _STEPS[task](entry["question"])
 
 
 def worked_completion(task: str, entry: Entry) -> str:
-    """The worked completion, which has every step and then the correct answer."""
+    """The worked completion, with every step and the correct answer."""
     return f"<think>{steps(task, entry)}</think><answer>{entry['answer']}</answer>"
 
 
@@ -85,11 +83,9 @@ def _sums(question: str) -> str:
 
 
 def _comparisons(question: str) -> str:
-    """The steps for a question of `number_filtering`, such as "Keep all numbers larger than 7 in this list: ...".
+    """The steps of `number_filtering`: each number, its comparison with the limit, and `y` (kept) or `n`.
 
-    For each number of the list, the steps are the number, its comparison with the limit (7), and `y` if the number is
-    kept, else `n`. Without `y` or `n`, the answer would depend on three things at once: the comparison and the two
-    words of the rule ("keep" or "remove", "smaller" or "larger"). The warm-up would then succeed only with few seeds.
+    Without `y` or `n`, the warm-up would succeed only with few seeds.
     """
     rule, numbers = question.partition(" in this list: ")[::2]
     limit = int(rule.rpartition(" ")[2])
@@ -129,11 +125,11 @@ class GymRecipe(Recipe):
     """GRPO training questions per task."""
 
     num_heldout: int = 80
-    """Evaluation questions per task, used neither by the warm-up nor by GRPO."""
+    """Evaluation questions per task."""
 
     batch_size: int = 64
     learning_rate: float = 3e-3
-    """Peak learning rate, reached over 20 steps and held until the worked completions are learned."""
+    """Peak, reached over 20 steps and held until the worked completions are learned."""
 
     target_loss: float = 0.02
     """Worked completions count as learned once the running mean of their loss is below this value."""
@@ -142,22 +138,21 @@ class GymRecipe(Recipe):
     """The warm-up fails if worked completions are not learned within this many steps."""
 
     num_decay_steps: int = 300
-    """Further steps on worked completions, while the learning rate decays to zero."""
+    """Further steps, while the learning rate decays to zero."""
 
     num_hasty_steps: int = 150
-    """Last steps, in which most completions are hasty. The learning rate of these steps starts at a third of
-    `learning_rate`."""
+    """Last steps, mostly hasty. Their learning rate starts at a third of `learning_rate`."""
 
     hasty_share: float = 0.75
-    """Share of hasty completions in the last `num_hasty_steps`. GRPO's first rollout has about the same share."""
+    """Share of hasty completions in the last `num_hasty_steps`."""
 
     seed: int = 0
-    """Seed of the questions, of the model's initial weights and of the warm-up's order."""
+    """Seed of the questions, the initial weights and the warm-up."""
 
     code = "reasoning-gym 4"
 
     def more_versions(self) -> dict[str, Any]:
-        """The tasks, and the version of reasoning-gym, which generates their questions."""
+        """The tasks, and the version of reasoning-gym."""
         return {"tasks": TASKS, "reasoning-gym": str(package().__version__)}
 
     def with_seed(self, seed: int) -> GymRecipe:
@@ -223,7 +218,7 @@ class ReasoningGymQuickstart(PrepareDemo):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer of the arithmetic quickstart, with one more token for each of `PHRASES`."""
+    """Build the arithmetic quickstart's tokenizer, plus `PHRASES`."""
     tokenizer = arithmetic.build_tokenizer()
     tokenizer.add_tokens(list(PHRASES))
     return tokenizer
@@ -232,11 +227,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe, *, show_progress: bool = True
 ) -> None:
-    """Train the model in place on worked completions until they are learned, then on worked and hasty completions.
-
-    Worked completions write the steps of the solution before the answer. They count as learned when their loss is low.
-    The number of training steps until then varies with the seed. Hasty completions give the answer of another question.
-    In the second phase, the share of hasty completions is `hasty_share`.
+    """Train the model in place on worked completions, then on mostly hasty ones.
 
     Raises:
         RuntimeError: If the worked completions are not learned within `max_worked_steps`.
@@ -264,7 +255,7 @@ def warm_up(
 
 
 class _Corpus:
-    """The warm-up corpus: every question with its worked completion or a hasty completion."""
+    """The warm-up corpus."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: GymRecipe) -> None:
         self.questions = [(task, entry) for task, found in recipe.warm_up.items() for entry in found]
@@ -273,7 +264,7 @@ class _Corpus:
         self.draw = random.Random(recipe.seed)
 
     def loss(self, model: Qwen2ForCausalLM, num_hasty: int) -> Tensor:
-        """Mean cross-entropy over the completion tokens of a new batch with `num_hasty` hasty completions."""
+        """Mean cross-entropy of a new batch with `num_hasty` hasty completions."""
         rows = []
         for number, (task, entry) in enumerate(self.draw.sample(self.questions, self.batch_size)):
             completion = (
@@ -288,10 +279,7 @@ class _Corpus:
 
 
 def pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each.
-
-    No attention mask is needed, because with causal attention, padding on the right does not affect the other tokens.
-    """
+    """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each."""
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     ids = torch.full((len(rows), longest), pad_token_id)
     targets = torch.full((len(rows), longest), NOT_TRAINED_ON)

@@ -1,8 +1,7 @@
-"""The grounding quickstart's task: small images of colored shapes, with questions and ground-truth boxes.
+"""The grounding quickstart's images of colored shapes, with questions and boxes.
 
-An image has three shapes on a grid. The question is about one shape, for example "Where is the red circle?", and the
-answer is the box of the shape in pixels. Two parts of a held-out row do not occur in training: the pair of color and
-shape that its question is about, and the box in its answer.
+The question is about one shape ("Where is the red circle?"), and the answer is the box of the shape in pixels. In a
+held-out row, neither the pair of color and shape nor the box occurs in training.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COLORS = {
     "white": (250, 250, 250),
 }
 Outline = Sequence[tuple[float, float]]
-"""The corners (x, y) of a shape in a box of width and height 1; (0, 0) is the upper left corner of the box."""
+"""The corners (x, y) of a shape in a box of width and height 1; (0, 0) is the upper left corner."""
 
 SHAPES: dict[str, Outline] = {
     "circle": [((1 + math.cos(turn)) / 2, (1 + math.sin(turn)) / 2) for turn in (math.tau * k / 64 for k in range(64))],
@@ -52,17 +51,16 @@ NAMELESS_DISTANCE = 60.0
 """Minimum RGB distance of a nameless color from every named color."""
 
 MAX_TRIES = 20_000
-"""Maximum number of tries to find one image. In the quickstart, one try in 10 succeeds for training images, and one in
-300 for held-out images."""
+"""Maximum number of tries to find one image."""
 
 ANY_COLOR, ANY_SHAPE = "colored", "thing"
-"""Placeholder words in questions that name only the shape, or only the color."""
+"""Placeholder words in questions."""
 
 Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
 Naming = Literal["both", "color", "shape"]
-"""The properties that a question names. Each property identifies one shape: no two shapes in an image share it."""
+"""The properties that a question names."""
 
 
 class Thing(NamedTuple):
@@ -80,13 +78,13 @@ Scene = tuple[Thing, ...]
 
 @dataclass(frozen=True)
 class SceneTask:
-    """Settings of the images. Some pairs of color and shape, and some boxes, are held out from training."""
+    """Settings of the images."""
 
     num_cells: int = 8
     """Cells along each side of the grid."""
 
     cell_size: int = 14
-    """Side of a cell in pixels: the patch size of Qwen2.5-VL, which merges 2 x 2 patches into a token."""
+    """Side of a cell in pixels, the patch size of Qwen2.5-VL."""
 
     gap: int = 1
     """Pixels between a shape and the edge of its cells."""
@@ -98,22 +96,22 @@ class SceneTask:
     """Shapes per image, all with different colors and outlines."""
 
     num_heldout_pairs: int = 4
-    """Number of held-out pairs of color and shape. No two pairs share a color or a shape, so that every color and
-    every shape occurs in training."""
+    """Number of held-out pairs of color and shape. No two share a color or a shape, so that each of them occurs in
+    training."""
 
     heldout_boxes_share: float = 0.1
     num_train: int = 1024
-    """Images for GRPO training. The warm-up uses other images."""
+    """Images for GRPO training, not for the warm-up."""
 
     num_heldout: int = 256
     seed: int = 0
-    """Seed of the images, of the model's initial weights and of the warm-up's order."""
+    """Seed of the images, the initial weights and the warm-up."""
 
     heldout_pairs: frozenset[tuple[str, str]] = field(init=False)
     heldout_boxes: frozenset[Cells] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the settings, and choose held-out pairs and boxes. Raises: ValueError if a setting is not allowed."""
+        """Check the settings, and choose the held-out parts. Raises: ValueError if a setting is not allowed."""
         if self.num_cells < 2 or self.num_cells % 2:
             raise ValueError(f"num_cells must be even (a token is two cells wide) and positive, got {self.num_cells}.")
         if not 1 <= self.num_things <= len(SHAPES):
@@ -158,10 +156,8 @@ class SceneTask:
     def scenes(self, purpose: str, *, is_heldout: bool = False) -> Iterator[Scene]:
         """Generate random scenes without end. The question about a scene is about its first thing.
 
-        Args:
-            purpose: Part of the seed: a different purpose gives different scenes.
-            is_heldout: If true, the first thing of a scene has a held-out pair and a held-out box. If false, no thing
-                has a held-out pair or a held-out box.
+        `purpose` is part of the seed. With `is_heldout`, the first thing has a held-out pair and a held-out box.
+        Otherwise, no thing has one.
 
         Raises:
             ValueError: If no such scene is found within `MAX_TRIES`.
@@ -190,10 +186,9 @@ class SceneTask:
         return tuple(Thing(*pair, box) for pair, box in zip(pairs, boxes, strict=True))
 
     def picture(self, scene: Scene) -> Image.Image:
-        """Draw the scene as an RGB image. Its background gets redder to the right and greener downwards.
+        """Draw the scene as an RGB image, with a gradient as background.
 
-        Qwen2.5-VL's vision tower encodes only relative positions of patches. In photographs, the tower can infer
-        absolute positions from the content. In these images, the gradient of the background shows the absolute
+        Qwen2.5-VL's vision tower encodes only relative positions of patches, so the background shows the absolute
         positions.
         """
         from PIL import Image, ImageDraw
@@ -212,19 +207,17 @@ class SceneTask:
         return f"Where is the {' '.join(describe(thing, naming))}?"
 
     def worked_completion(self, thing: Thing, naming: Naming = "both") -> str:
-        """The worked completion, with the color or shape of the thing, its left edge, its upper edge, and then its box.
+        """The worked completion: the thing's color or shape, its left and upper edges, and its box.
 
-        To predict the left edge, the model looks for the thing in the image by one property. This property is the shape
-        if the question names only the shape, and the color in all other cases. To predict the upper edge, the model
-        looks for the thing by all properties that the question names. If the question names the color and the shape,
-        the hidden state of the comma between the two edges combines these two properties.
+        The model finds the left edge by one property (the color, if the question names it), and the upper edge by all
+        named properties.
         """
         color, shape = describe(thing, naming)
         left, top, *_ = box = self.pixels(thing.cells)
         return answer(f"{shape if naming == 'shape' else color} {left}, {top}", box)
 
     def lazy_completion(self) -> str:
-        """The lazy completion, which answers any question with the box of the whole image."""
+        """The lazy completion, with the box of the whole image."""
         return answer("anything", [0, 0, self.size, self.size])
 
     def numbers(self) -> list[int]:
@@ -249,8 +242,7 @@ class SceneTask:
 def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
     """The properties that occur in the three questions about a thing.
 
-    One question names the color and the shape, one names only the color, and one names only the shape. If the thing has
-    a nameless color or shape (see `vary`), all three questions name the other property.
+    If the thing has a nameless color or shape (see `vary`), all three questions name the other property.
     """
     if thing.color not in COLORS:
         return "shape", "shape", "shape"
@@ -260,7 +252,7 @@ def namings(thing: Thing) -> tuple[Naming, Naming, Naming]:
 
 
 def describe(thing: Thing, naming: Naming) -> tuple[str, str]:
-    """Describe a thing by two words, color and shape. A placeholder replaces the word that `naming` leaves out."""
+    """Describe a thing by color and shape. A placeholder replaces the word that `naming` leaves out."""
     color = ANY_COLOR if naming == "shape" else thing.color
     shape = ANY_SHAPE if naming == "color" else thing.shape
     return color, shape
@@ -277,10 +269,9 @@ def overlap(one: Cells, other: Cells) -> bool:
 
 
 def vary(scene: Scene, draw: random.Random, share: float = 0.5) -> Scene:
-    """Give a share of the scene's things a nameless color or shape, for which questions have no word.
+    """Give a share of the scene's things a nameless color or shape.
 
-    A model that is trained only on named colors and shapes learns fixed pairs, such as "red circle". Such a model does
-    not find a red cross if the pair "red cross" was held out of its training.
+    A model that is trained only on named colors and shapes does not find held-out pairs.
     """
     shapes = draw.sample(list(NAMELESS_SHAPES), len(scene))
     things = []
@@ -299,7 +290,7 @@ def nameless(draw: random.Random) -> str:
 
 
 def draw_shape(pencil: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], color: str) -> None:
-    """Fill a shape that spans `box`, which is in pixels and includes its right and bottom edges."""
+    """Fill a shape that spans `box` (pixels, right and bottom edges included)."""
     left, top, right, bottom = box
     outline = (SHAPES | NAMELESS_SHAPES)[shape]
     corners = [(round(left + x * (right - left)), round(top + y * (bottom - top))) for x, y in outline]

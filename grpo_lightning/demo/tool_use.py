@@ -1,4 +1,4 @@
-"""Builds the calculator demo's model (a tiny Qwen2), tokenizer and problems offline in about a minute, and caches them.
+"""The calculator demo: a tiny Qwen2, its tokenizer and its problems.
 
 A problem is a sum of three two-digit numbers. This model cannot compute the sum, but it can call a calculator:
 
@@ -6,9 +6,8 @@ A problem is a sum of three two-digit numbers. This model cannot compute the sum
     A:[calculator(expression="45+67+89")]<eos>R:201
     A:201<eos>
 
-A brief supervised warm-up teaches the model two kinds of answers, calls and guesses. A call leads to the right answer,
-but a guess is hardly ever right. GRPO has to find out which kind is rewarded. At the end of the warm-up, most answers
-are guesses.
+A supervised warm-up teaches two kinds of answers, calls and guesses. At the end of the warm-up, most answers are
+guesses. GRPO has to find out which kind is rewarded.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ CHAT_TEMPLATE = (
     "R:{{ message.content }}\n{% else %}Q:{{ message.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
-"""This chat template describes the tools by their names only: the small model learns in the warm-up how to use them."""
+"""Describes the tools by their names only."""
 
 
 @dataclass(frozen=True)
 class ToolTask:
-    """Sums of numbers of two digits, and the two kinds of answers."""
+    """Sums, and the two kinds of answers."""
 
     num_terms: int = 3
     least: int = 40
-    """The smallest number that occurs in a sum. With 40, every sum of three numbers has three digits."""
+    """Smallest number. With 40, every sum of three numbers has three digits."""
 
     num_train: int = 4096
     num_heldout: int = 200
     seed: int = 0
-    """Seed of the sums, of the model's initial weights and of the warm-up."""
+    """Seed of the sums, the initial weights and the warm-up."""
 
     def question(self, terms: list[int]) -> str:
         """The question."""
@@ -64,13 +63,13 @@ class ToolTask:
         return f"T:calculator \nQ:{self.question(terms)}\nA:"
 
     def answer_with_call(self, terms: list[int]) -> list[tuple[str, bool]]:
-        """The parts of the answer with a call. A part has a text, and a flag that is True if the policy writes it."""
+        """The parts of the answer with a call. Each has a text, and whether the policy writes it."""
         total = str(sum(terms))
         call = f'[calculator(expression="{"+".join(map(str, terms))}")]{EOS}'
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]
 
     def answer_with_guess(self, draw: random.Random) -> list[tuple[str, bool]]:
-        """The answer without a call, which is the result of another, random sum."""
+        """The answer without a call: the result of another, random sum."""
         return [(f"{sum(self.terms(draw))}{EOS}", True)]
 
     def write(self, folder: Path) -> None:
@@ -84,19 +83,19 @@ class ToolTask:
 
 @dataclass(frozen=True)
 class ToolWarmUp:
-    """The supervised phase, which trains on calls until they are learned, then mostly on guesses."""
+    """The supervised phase, first on calls, then mostly on guesses."""
 
     batch_size: int = 64
     learning_rate: float = 5e-3
     beta2: float = 0.99
     num_ramp_steps: int = 20
     target_loss: float = 0.01
-    """Calls count as learned once their loss, averaged over about ten steps, is below this value."""
+    """Calls count as learned once the running mean of their loss is below this value."""
 
     max_call_steps: int = 1500
     num_guess_steps: int = 150
     guess_share: float = 0.85
-    """Share of guesses in the last `num_guess_steps`. GRPO's first rollout has about the same share."""
+    """Share of guesses in the last `num_guess_steps`."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def learn_both_kinds(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Train the model in place on calls until they are learned, then on mostly guesses.
+    """Train the model in place on calls, then on mostly guesses.
 
     Raises:
         RuntimeError: If calls are not learned within `max_call_steps`.
@@ -183,7 +182,7 @@ def loss_of(
     prompts: list[str],
     parts: list[list[tuple[str, bool]]],
 ) -> Tensor:
-    """Cross-entropy of the tokens that the policy writes. All rows have the same length, so no padding is needed."""
+    """Cross-entropy of the tokens that the policy writes. All rows have the same length."""
     ids, masks = [], []
     for prompt, of_row in zip(prompts, parts, strict=True):
         encoded = [(tokenizer.encode(text), is_written) for text, is_written in [(prompt, False), *of_row]]

@@ -1,4 +1,4 @@
-"""Write the report, that is, the page `report.html` with the data of one or several runs. It loads nothing else."""
+"""Write the page `report.html` with the data of one or several runs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON without characters that HTML treats as markup, so that no text inside it can end the script element."""
+    """JSON without characters that HTML treats as markup."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)

@@ -1,9 +1,6 @@
 """The card of an exported model. The card is a README.md in the format of the Hugging Face Hub.
 
-The front matter has the base model, the data sets, the library, the task and the results on held-out prompts. The hub
-uses the front matter to find and link models. The text contains the facts with which a reader can judge and repeat the
-run: settings, rewards, data, results before and after training, learning curves, and versions. The files of the run
-contain all these facts.
+The hub uses the front matter to find and link models.
 """
 
 from __future__ import annotations
@@ -23,17 +20,16 @@ from grpo_lightning.report.run_files import read_config, read_json
 from grpo_lightning.rewards.base import WeightedReward
 
 CURVES = "curves.png"
-"""Name of the picture that the callback `LearningCurves` draws in the run's folder, and of its copy in the folder of
-the model."""
+"""The picture of the callback `LearningCurves`, and its copy in the model's folder."""
 
 SECTIONS = ("trainer.callbacks", "data.prepare")
-"""Settings that the card leaves out, because they contain no information about the model."""
+"""Settings that the card leaves out."""
 
 
 FILE_SUFFIXES = re.compile(
     r"\.(bin|ckpt|csv|jinja|jpe?g|jsonl?|parquet|png|pt|py|safetensors|txt|ya?ml)$", re.IGNORECASE
 )
-"""Suffixes by which a setting is recognized as the path of a file, even if the file is not on this machine."""
+"""Suffixes by which a setting is recognized as the path of a file."""
 
 DEEP_PATH = re.compile(r"[\w.@=+-]+(/[\w.@=+#:-]+){2,}")
 """A relative path with at least three parts. A hub name has two parts."""
@@ -53,14 +49,7 @@ def write_card(
 ) -> Card:
     """Write the README.md of an exported model, and copy the picture of the learning curves into the model's folder.
 
-    Args:
-        folder: Folder of the model.
-        run: Folder of the run. If the checkpoint is not in the folder of a run, this is None, and the card names only
-            the base model.
-        policy: Name or folder of the policy before training.
-        num_steps: Number of optimizer steps that the model was trained for; None if unknown.
-        is_adapter: Whether the folder holds an adapter for peft.
-        is_multimodal: Whether the model is a vision-language model.
+    Without `run`, the card names only the base model. `policy` is the policy before training.
     """
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
@@ -95,7 +84,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def of_policy(policy: str) -> str:
-    """Write the initial policy in Markdown, as a link to the hub or as the name of a local folder without its path."""
+    """Write the initial policy in Markdown, as a link to the hub or a folder's name."""
     return f"[{policy}](https://huggingface.co/{policy})" if is_hub_name(policy) else f"`{Path(policy).name}`"
 
 
@@ -138,7 +127,7 @@ def entries(config: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def hub_datasets(config: Mapping[str, Any], key: str) -> list[str]:
-    """Names of the data sets of the hub in `data.<key>`, without their configurations."""
+    """Names of the hub's data sets in `data.<key>`."""
     names = (str(entry.get("dataset") or "").partition("#")[0] for entry in entries(config, key))
     return list(dict.fromkeys(name for name in names if is_hub_name(name)))
 
@@ -162,7 +151,7 @@ def data_and_rewards(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def weighted_settings(reward: Any) -> Mapping[str, Any] | None:
-    """The arguments of a `WeightedReward` or of a subclass; None for a function or another class."""
+    """The arguments of a `WeightedReward` or of a subclass."""
     if not isinstance(reward, Mapping):
         return None
     owner = import_class(str(reward.get("class_path")))
@@ -176,11 +165,7 @@ def own_weight(reward: Any) -> float:
 
 
 def reward_name(reward: Any) -> str:
-    """Name a reward's function or class in Markdown. If a `WeightedReward` gives it a name, this name comes first.
-
-    Args:
-        reward: An item of `model.rewards` in config.yaml: the path of a function, or `class_path` and `init_args`.
-    """
+    """Name a reward's function or class in Markdown. If a `WeightedReward` gives it a name, this name comes first."""
     settings = weighted_settings(reward)
     if settings is not None and "reward" in settings:
         inner, name = reward_name(settings["reward"]), settings.get("name")
@@ -198,7 +183,7 @@ def other_steps(summary: Mapping[str, Any], num_steps: int | None) -> int | None
 
 
 def results(summary: Mapping[str, Any], num_steps: int | None) -> Iterator[str]:
-    """The section with the results on held-out prompts before and after training."""
+    """The section with the results on held-out prompts."""
     stages = [(stage, kind) for kind in ("sampled", "greedy") for stage in ("before", "after")]
     values = {(stage, kind): (summary.get(stage) or {}).get(kind) or {} for stage, kind in stages}
     names = dict.fromkeys(name for each in values.values() for name in each if not name.endswith(("/low", "/high")))
@@ -234,7 +219,7 @@ def settings(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def hide_folders(value: Any) -> Any:
-    """Hide the folders of this machine in a setting by keeping only the last part of each path."""
+    """Keep only the last part of each path in a setting."""
     if isinstance(value, str) and is_path(value):
         return Path(value).name or value
     if isinstance(value, Mapping):
@@ -247,8 +232,7 @@ def hide_folders(value: Any) -> Any:
 def is_path(text: str) -> bool:
     """Whether a setting is a path on a machine.
 
-    A relative path may be on another machine, or below another folder than the current one. If the path does not exist
-    below the current folder, it is recognized only by the suffix of a file, or by its number of parts.
+    A relative path that does not exist here is recognized by its suffix, or by its number of parts.
     """
     if "/" not in text or "://" in text or "\n" in text:  # a URL, or a prompt
         return False

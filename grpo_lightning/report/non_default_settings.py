@@ -18,7 +18,7 @@ CLASSES = {
 """Classes of the sections of a recipe."""
 
 UNKNOWN = object()
-"""Marks a setting that has no known default, because it has no default or its class cannot be imported."""
+"""Marks a setting that has no known default."""
 
 HIDDEN = ("trainer.logger", "trainer.default_root_dir")
 """Settings that the command line fills in."""
@@ -41,11 +41,7 @@ Setting = list[Any]
 
 
 def different_settings(config: Mapping[str, Any]) -> list[Setting]:
-    """List the settings that differ from their defaults: [key, value, default] each.
-
-    Args:
-        config: Content of the `config.yaml` that the command line writes, which has all settings.
-    """
+    """List the settings that differ from their defaults: [key, value, default] each."""
     found: list[Setting] = []
     for key, value in config.items():
         if key in CLASSES and isinstance(value, Mapping):
@@ -56,7 +52,7 @@ def different_settings(config: Mapping[str, Any]) -> list[Setting]:
 
 
 def below(key: str, values: Mapping[str, Any], owner: Any) -> Iterator[Setting]:
-    """Yield the settings of an object that differ from the defaults of its class `owner` (None if unknown)."""
+    """Yield the settings that differ from the defaults of the class `owner` (None if unknown)."""
     known = defaults(owner)
     for name, value in values.items():
         default = CLI_DEFAULTS.get(f"{key}.{name}", known.get(name, UNKNOWN))
@@ -83,7 +79,7 @@ def differences(key: str, value: Any, default: Any, kind: Any) -> Iterator[Setti
 
 
 def is_same_class(path: str, default: Any) -> bool:
-    """True if the default is the class named `path`, an object of this class, or settings that name this class."""
+    """True if the default is the class `path`, or an object or settings of it."""
     if isinstance(default, Mapping):
         return str(default.get("class_path")).rpartition(".")[2] == path.rpartition(".")[2]
     kind = default if isinstance(default, type) else type(default)
@@ -102,7 +98,7 @@ def is_default(value: Any, default: Any) -> bool:
 
 
 def format_default(default: Any) -> Any:
-    """Convert a default for the report to a JSON value, or to the name of its class."""
+    """Convert a default to a JSON value, or to the name of its class."""
     if default is UNKNOWN:
         return MISSING
     if default is None or isinstance(default, bool | int | float | str | list | dict):
@@ -113,7 +109,7 @@ def format_default(default: Any) -> Any:
 
 
 def import_class(path: str) -> Any:
-    """Import a class by its path; None if it cannot be imported, for example because it was in a script."""
+    """Import a class by its path; None if it cannot be imported."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -122,7 +118,7 @@ def import_class(path: str) -> Any:
 
 
 def defaults(owner: Any) -> dict[str, Any]:
-    """Defaults of the parameters of a class by name. A parameter without a default gets `UNKNOWN`."""
+    """Defaults of a class by parameter, or `UNKNOWN`."""
     try:
         known = inspect.signature(owner).parameters
     except (TypeError, ValueError):  # an unknown class, or one that is written in C
@@ -138,7 +134,7 @@ def defaults(owner: Any) -> dict[str, Any]:
 
 
 def hint(owner: Any, name: str) -> Any:
-    """The dataclass in the type hint of a parameter, or None. Its settings are written without a class path."""
+    """The dataclass in the type hint of a parameter, or None."""
     try:
         hints = typing.get_type_hints(owner if dataclasses.is_dataclass(owner) else owner.__init__)
     except (AttributeError, NameError, TypeError):  # no hints, or names that are imported only for type checkers
@@ -147,7 +143,7 @@ def hint(owner: Any, name: str) -> Any:
 
 
 def dataclass_in(kind: Any) -> Any:
-    """Find the first dataclass in a type, such as `Sequence[Entry] | None`; None if there is none."""
+    """The first dataclass in a type, such as `Sequence[Entry] | None`."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return kind
     is_nested = isinstance(kind, UnionType) or typing.get_origin(kind) is not None

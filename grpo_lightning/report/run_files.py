@@ -1,7 +1,7 @@
-"""Read the files of a run into the data of a report: metrics, completions, tokens, settings and results.
+"""Read the files of a run into the data of a report.
 
-If a run is still writing its files or was killed, the last line of a file can be incomplete, and files can be missing.
-Therefore an incomplete last line is left out, and a missing file leaves only its part of the report empty.
+A run may still write its files. An incomplete last line is left out, and a missing file leaves its part of the report
+empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILES = ("completions.jsonl", "metrics.csv", "config.yaml", "run.json", "summary
 """Files by which the folder of a run is recognized."""
 
 TRAINING_OUTPUTS = ("completions.jsonl", "run.json", "checkpoints")
-"""Files and a folder that only training writes. `validate`, `test` and `predict` write none of them."""
+"""Files and a folder that only training writes."""
 
 NUM_BINS = 20
 """Bins of a histogram."""
@@ -45,16 +45,14 @@ FIELDS = frozenset(
         *("length", "finish_reason", "turns", "reward", "rewards", "advantage", "images", "boxes"),
     }
 )
-"""Fields of `completions.jsonl` with a place of their own in the report; all other fields are extra columns."""
+"""Fields of `completions.jsonl` with a place of their own in the report."""
 
 
 def find_run(path: Path) -> Path:
-    """Find a run's folder, which is `path` itself or the newest `version_<N>` below `path` that is a training run.
-
-    If none is a training run, the newest `version_<N>` is returned.
+    """Find a run's folder: `path` itself, or the newest `version_<N>` in it, a training run if there is one.
 
     Raises:
-        ValueError: If there is no run; the message names the files that were searched for.
+        ValueError: If there is no run.
     """
 
     def is_run(folder: Path) -> bool:
@@ -80,13 +78,10 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(folder: Path, *, max_completions: int = 20_000) -> dict[str, Any]:
-    """Read the files of a run into the data that `report.html` shows, in JSON types.
+    """Read the data that `report.html` shows, in JSON types.
 
-    Args:
-        folder: Folder of the run.
-        max_completions: Maximum number of completions that the report shows. If the run has more completions, the
-            report shows only every n-th rollout, with the smallest n that suffices. The histograms count all
-            completions.
+    If the run has more than `max_completions`, the report shows only every n-th rollout. The histograms count all
+    completions.
     """
     record = read_json(folder / "run.json")
     metrics = read_metrics(folder / "metrics.csv")
@@ -152,7 +147,7 @@ def read_lines(path: Path, end: int) -> Iterator[Line]:
     """Yield the lines in the first `end` bytes of `completions.jsonl`, except an incomplete last line.
 
     Raises:
-        ValueError: If a complete line does not belong to a completion log; the message names file and line.
+        ValueError: If a complete line does not belong to a completion log.
     """
 
     def is_valid(line: Line) -> bool:
@@ -199,8 +194,7 @@ def has_incomplete_line(path: Path, end: int) -> bool:
 def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
     """Read `metrics.csv` as [steps, values] by metric. Values that are not finite are None.
 
-    An incomplete last row is left out. If a metric has several values at a step, the last one counts, because a resumed
-    run logs the step again.
+    An incomplete last row is left out. The last value of a step counts, because a resumed run logs the step again.
     """
     points: dict[str, dict[int, float | None]] = {}
     if not path.is_file():
@@ -235,7 +229,7 @@ def num_generations(config: Mapping[str, Any]) -> int | None:
 
 
 def count_rollouts(lines: Iterable[Line]) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """Count the completions of each rollout, and compute statistics of their values and finish reasons."""
+    """Count the completions of each rollout, and compute their statistics."""
     counts: dict[int, int] = {}
     statistics: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -252,13 +246,13 @@ def count_rollouts(lines: Iterable[Line]) -> tuple[dict[int, int], dict[int, dic
 
 
 def values_of(line: Line) -> dict[str, float | None]:
-    """Numbers of a completion that have a histogram, by the name of their metric."""
+    """Numbers of a completion, by metric."""
     rewards = {f"reward/{name}": value for name, value in line["rewards"].items()}
     return {"reward/mean": line.get("reward"), **rewards, "rollout/length": line.get("length")}
 
 
 def curves_of(statistics: Mapping[int, Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """Means over the completions of each rollout, for a run without `metrics.csv`: [steps, values] by metric."""
+    """Means of each rollout, for a run without `metrics.csv`: [steps, values] by metric."""
     curves: dict[str, list[list[float]]] = {}
     for own in statistics.values():
         means = {name: total / count for name, (total, count, _, _) in own["values"].items()}
@@ -275,8 +269,8 @@ def histograms(lines: Iterable[Line], statistics: Mapping[int, Mapping[str, Any]
     """Histogram of each reward and of the lengths, for every rollout.
 
     Returns:
-        For each metric: low and high (the ends of the range that is divided into `NUM_BINS` equal bins), counts (a list
-        of `NUM_BINS` numbers for each rollout), and the steps of the rollouts.
+        By metric: the range (low, high) of the `NUM_BINS` bins, the counts of each rollout, and the steps of the
+        rollouts.
     """
     names = list(dict.fromkeys(name for own in statistics.values() for name in own["values"]))
     places = {rollout: place for place, rollout in enumerate(statistics)}
@@ -306,10 +300,7 @@ def merge_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def thin_out(counts: Mapping[int, int], limit: int) -> set[int]:
-    """Choose rollouts at equal distances, with at most `limit` completions in total.
-
-    At least one rollout is chosen, even if it has more than `limit` completions.
-    """
+    """Choose rollouts at equal distances, with at most `limit` completions (but at least one rollout)."""
     rollouts = list(counts)
     for distance in range(1, len(rollouts) + 1):
         chosen = rollouts[::-1][::distance]  # with the last rollout, which shows what was learned
@@ -319,7 +310,7 @@ def thin_out(counts: Mapping[int, int], limit: int) -> set[int]:
 
 
 def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
-    """Split completions into groups of at most `size` consecutive lines that have the same rollout and prompt."""
+    """Split lines into groups of at most `size` with the same rollout and prompt."""
 
     def prompt(line: Line) -> str:
         return json.dumps([line["rollout"], line.get("source"), line.get("prompt_index"), line.get("prompt")])
@@ -332,7 +323,7 @@ def split_groups(lines: Sequence[Line], size: int | None) -> list[list[Line]]:
 
 
 def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
-    """Describe a group by its prompt, the range of its completions, and mean, minimum and maximum of its rewards."""
+    """A group's prompt, range of completions, and mean, minimum and maximum reward."""
     rewards = [line["reward"] for line in group if line.get("reward") is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
     line = group[0]
@@ -349,7 +340,7 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
 
 
 def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Columns of the completions. A column with few values is a dict that maps a completion's index to its value."""
+    """Columns of the completions. A column with few values is a dict by the completion's index."""
 
     def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
         found = ((str(place), value(line)) for place, line in enumerate(lines))
@@ -373,13 +364,13 @@ def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def boxes_of(line: Line) -> dict[str, Any] | None:
-    """Read a completion's boxes from the column `boxes`, or from `<reward>/boxes` if several rewards log boxes."""
+    """Read a completion's boxes from the column `boxes` or `<reward>/boxes`."""
     found = [value for name, value in line.items() if name == "boxes" or name.endswith("/boxes")]
     return next((value for value in found if isinstance(value, dict)), None)
 
 
 def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
-    """Tokens by the index of their completion among `lines`: [texts, old log-probs, log-probs, turn advantages]."""
+    """[texts, old log-probs, log-probs, turn advantages] by index of the completion."""
     places: dict[tuple[int, int], int] = {}
     seen: dict[int, int] = {}
     for place, line in enumerate(lines):
@@ -400,8 +391,7 @@ def read_tokens(path: Path, lines: Sequence[Line]) -> dict[str, Any]:
 def read_images(lines: Sequence[Line]) -> dict[str, str]:
     """Make thumbnails of the prompts' images, as `data:` URIs by image name.
 
-    If there are more than `MAX_IMAGES` images, only every n-th image is read, so that at most `MAX_IMAGES` remain. An
-    image is left out if it is not a file or cannot be read any more. The report shows an empty frame in its place.
+    Beyond `MAX_IMAGES`, only every n-th image is read. An unreadable image is left out.
     """
     names = list(dict.fromkeys(str(image["name"]) for line in lines for image in line.get("images") or ()))
     chosen = names[:: max(1, -(-len(names) // MAX_IMAGES))]

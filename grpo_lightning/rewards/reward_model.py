@@ -1,4 +1,4 @@
-"""Reward models: sequence classifiers that have one label and score a prompt with its completion."""
+"""Reward models: sequence classifiers with one label."""
 
 from __future__ import annotations
 
@@ -30,14 +30,7 @@ KIND = "ForSequenceClassification"
 
 
 class Classifier:
-    """Loader of a sequence classifier that is given by name or in memory. It also checks the classifier's config.
-
-    Args:
-        model: As in `RewardModel`.
-        tokenizer: As in `RewardModel`.
-        revision: As in `RewardModel`.
-        dtype: As in `RewardModel`.
-    """
+    """Loads a sequence classifier and checks its config."""
 
     def __init__(self, model: Any, tokenizer: Any, revision: str, dtype: str) -> None:
         self.model: Any = str(model) if isinstance(model, Path) else model
@@ -96,11 +89,7 @@ class Classifier:
             )
 
     def size(self, config: PretrainedConfig) -> tuple[int, int]:
-        """(Number of weights, bytes per weight).
-
-        The weights of a model in memory are counted. For a model given by name, no weights are loaded, because the
-        config is enough.
-        """
+        """(Number of weights, bytes per weight), without loading the weights of a model given by name."""
         from transformers import AutoModelForSequenceClassification
 
         if not self.is_named:
@@ -112,7 +101,7 @@ class Classifier:
         return sum(weight.numel() for weight in model.parameters()), dtype.itemsize
 
     def load(self, device: torch.device) -> PreTrainedModel:
-        """Load the unsharded weights onto a device, frozen and in eval mode.
+        """Load the unsharded weights onto a device.
 
         Raises:
             ValueError: If the checkpoint lacks weights, which transformers would initialize randomly.
@@ -138,34 +127,25 @@ class Classifier:
 class RewardModel(Reward):
     """The score of a reward model for a prompt and its completion.
 
-    The model is a transformers sequence classifier with a single label, and the score is its raw logit. A chat prompt
-    and its completion, with all messages of a conversation, are formatted by the reward model's own chat template. A
-    text prompt and its completion are concatenated, and the tokenizer adds its special tokens once. Images are not
-    supported. For a generative judge, use `LLMJudge`.
+    The model is a transformers sequence classifier with a single label. The score is its raw logit. A chat is formatted
+    by the reward model's own chat template. A text prompt and its completion are concatenated, and the tokenizer adds
+    its special tokens once. Images are not supported.
 
-    Padding does not change scores, so a sequence gets the same score in a batch as alone. Transformers reads the score
-    at the last token that is not `pad_token_id` of the model's config, so sequences are padded with that id. If the
-    config has no `pad_token_id`, an id that occurs in none of the sequences is used instead. The pad token and padding
-    side of the tokenizer do not matter. Equal sequences are scored once.
+    Padding does not change scores. Transformers reads the score at the last token that is not `pad_token_id` of the
+    model's config, so sequences are padded with that id. The pad token and padding side of the tokenizer do not matter.
 
-    A sequence that is too long for the model is not truncated. Instead, its completion is not scorable (None). A
-    warning is logged, and the fraction of such completions is logged as `reward/reward_model/too_long`.
+    A sequence that is too long for the model is not truncated. Its completion is not scorable (None). The fraction of
+    such completions is logged as `reward/reward_model/too_long`.
 
-    The weights are loaded after all checks, and after the weights of the policy. Every rank holds a full copy, also
-    under ZeRO-3 and FSDP2, and scores its own completions without communication. On each device, the copy takes 2 bytes
-    per weight in bfloat16 (14 GB for 7 billion weights) and 4 bytes in float32. With `offload`, the copy takes this
-    memory only during calls. The activations of `batch_size` sequences take additional memory, which
-    `grpo-lightning plan` does not count.
-
-    The model is frozen, and it is not a submodule of the LightningModule, so no optimizer, strategy or checkpoint
-    includes it. Automatic mixed precision is off while the model scores.
+    Every rank holds a full copy, also under ZeRO-3 and FSDP2. On each device, the copy takes 2 bytes per weight in
+    bfloat16 and 4 bytes in float32. With `offload`, the copy takes this memory only during calls. The activations of
+    `batch_size` sequences take additional memory, which `grpo-lightning plan` does not count.
 
     Args:
         model: Hub name, folder, or a model in memory. A model in memory is frozen and moved to the device.
-        tokenizer: A tokenizer, or its name or folder. Null uses the model's own. This argument is required for a model
-            in memory.
+        tokenizer: A tokenizer, or its name or folder. Null uses the model's own. Required for a model in memory.
         revision: Branch, tag or commit of the model on the hub.
-        batch_size: Sequences per forward pass. Sequences of similar length are in the same pass.
+        batch_size: Sequences per forward pass.
         max_length: Maximum number of tokens of a sequence; null uses the model's limit or the tokenizer's, whichever is
             smaller.
         dtype: Precision of the weights. "auto" uses the precision of the checkpoint. In bfloat16, a score near 10 is
@@ -215,7 +195,7 @@ class RewardModel(Reward):
         self._place = self.device or torch.device("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickling, without model and tokenizer: an unpickled copy loads them again on first use."""
+        """The state for pickling, without model and tokenizer."""
         return vars(self) | {"_tokenizer": None, "_loaded": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewardModel:
@@ -250,9 +230,7 @@ class RewardModel(Reward):
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check that a row has no images, and that the chat template accepts its messages.
-
-        The messages are the prompt and, in a run with an environment, an observation after the prompt.
+        """Check a row.
 
         Raises:
             ValueError: If the row has images, or if the chat template does not accept the messages.
@@ -275,8 +253,8 @@ class RewardModel(Reward):
     def connect(self, device: torch.device) -> None:
         """Load the weights.
 
-        With `offload`, the weights are loaded onto the CPU. Without `offload`, they are loaded onto the `device` of the
-        reward's settings or, if that is null, onto the argument `device`.
+        With `offload`, the weights are loaded onto the CPU. The `device` of the settings takes precedence over the
+        argument `device`.
 
         Raises:
             ValueError: If weights are missing.
@@ -292,8 +270,6 @@ class RewardModel(Reward):
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None
     ) -> list[float | None]:
         """Score completions.
-
-        Outside of a run, the first call loads the model: onto the reward's `device` if it is set, else onto the CPU.
 
         Args:
             prompts: [B].
@@ -336,11 +312,7 @@ class RewardModel(Reward):
         return tuple(self.tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
     def _render(self, prompt: Sequence[Message], completion: Content) -> str:
-        """Apply the chat template to a prompt and its completion.
-
-        Raises:
-            ValueError: If there is no template, or it does not accept the messages.
-        """
+        """Apply the chat template. Raises: ValueError if there is no template, or it does not accept the messages."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"The prompt is a chat, but the tokenizer of the reward model ({type(self.tokenizer).__name__}) has no "
@@ -405,14 +377,6 @@ class RewardModel(Reward):
 def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.device) -> list[float]:
     """Score sequences in one forward pass, padded on the right.
 
-    Args:
-        model: A sequence classifier with one label.
-        chunk: Token ids of at least one sequence.
-        device: The model's device.
-
-    Returns:
-        One score per sequence, the same as in a forward pass with this sequence alone.
-
     Raises:
         ValueError: If the model has no embedding for a token.
     """
@@ -441,7 +405,7 @@ def score_chunk(model: PreTrainedModel, chunk: Sequence[Tokens], device: torch.d
 
 @contextlib.contextmanager
 def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
-    """Context manager: set a pad token that changes no score. Yields: its id, or None if every id occurs in `chunk`."""
+    """Context: set a pad token that changes no score. Yields: its id, or None if every id occurs in `chunk`."""
     own = config.pad_token_id
     if len(chunk) == 1 or (own is not None and 0 <= own < config.vocab_size):
         yield own or 0
@@ -455,7 +419,7 @@ def _padding(config: Any, chunk: Sequence[Tokens]) -> Iterator[int | None]:
 
 
 def _as_messages(completion: Content) -> list[Message]:
-    """The messages of a completion that has several; otherwise one assistant message with the completion's text."""
+    """The messages of a completion that has several, or one assistant message with its text."""
     if isinstance(completion, str) or len(completion) < 2:
         return [{"role": "assistant", "content": completion_text(completion)}]
     return list(map(_as_text, completion))
@@ -485,8 +449,8 @@ def _device(name: str) -> torch.device:
 def longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> int | None:
     """Maximum number of tokens of a sequence; None for no limit.
 
-    The maximum is `max_length` or, if that is None, the limit of model and tokenizer. The tokenizer's limit applies
-    too, because encoders with offset positions (RoBERTa) take fewer tokens than their config has positions.
+    The tokenizer's limit applies too, because encoders with offset positions (RoBERTa) take fewer tokens than their
+    config has positions.
 
     Raises:
         ValueError: If `max_length` is above the limit of model and tokenizer.

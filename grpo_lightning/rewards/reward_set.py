@@ -1,4 +1,4 @@
-"""RewardSet: the rewards of a run and their weights, checked against the data and called on rollouts."""
+"""The rewards of a run and their weights, checked against the data and called on rollouts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ log = logging.getLogger(__name__)
 class RewardSet:
     """The rewards of a run.
 
-    With `workers`, picklable sync rewards run in worker processes, several calls at a time, with time and memory limits
-    (`RewardWorkers`). Other sync rewards run one after the other in the calling thread. Async rewards run at the same
-    time as the sync rewards. All async rewards share one event loop for the lifetime of the process, so that their
-    clients keep their connections. A reward set is picklable if all its rewards are picklable.
+    With `workers`, picklable sync rewards run in worker processes with time and memory limits (`RewardWorkers`). Other
+    sync rewards run one after the other in the calling thread. Async rewards run at the same time, in one event loop of
+    the process.
 
     Args:
-        rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique, so that log keys
-            do not depend on the order of the rewards.
+        rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique.
         weights: One weight per reward, instead of the weights in `WeightedReward`s.
         workers: Settings of the worker processes; None runs all rewards in this process.
     """
@@ -81,7 +79,7 @@ class RewardSet:
         self.early: EarlyCalls | None = None
         """Starts calls on single groups of a batch that is still being sampled; None outside of `early_calls`."""
         self.starts_early = True
-        """Whether batches start early calls; False after a batch that used none of them."""
+        """False after a batch that used none of its early calls."""
 
     @property
     def names(self) -> list[str]:
@@ -99,14 +97,12 @@ class RewardSet:
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Check that the prompts have the columns that the rewards need, and record the columns.
 
-        A reward is checked against the datasets to which it applies (`Prompt.rewards`). If a column that the reward
-        needs is missing in some of these datasets, but not in all, a warning is logged. The message of an error names
-        the datasets.
+        A reward is checked against the datasets to which it applies (`Prompt.rewards`). A column that is missing in
+        only some of these datasets causes a warning.
 
         Raises:
             ValueError: If a reward needs a column that none of its datasets has.
             ValueError: If a data column has the name of an argument in `rewards.base.CONTRACT`, such as `completions`.
-                A reward would get this argument instead of the column.
             ValueError: If prompts name an unknown reward, or only rewards of weight 0.
             ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads
                 this column.
@@ -118,7 +114,7 @@ class RewardSet:
         self._known_columns = tuple(dict.fromkeys([*self._known_columns, *columns]))
 
     def _warn_of_replaced(self, sources: Sequence[Source]) -> None:
-        """Warn once if a reward gets a data column in place of an argument that describes the completions."""
+        """Warn once if a reward gets a data column in place of an argument about the completions."""
         for reward in self.rewards:
             columns = {column for source in sources if source.uses(reward.name) for column in source.columns}
             for name in ALIASES:
@@ -135,50 +131,33 @@ class RewardSet:
     def check_rows(self, prompts: Iterable[Prompt], observation_role: str | None = None) -> None:
         """Check each row with each reward that will score it (`Reward.check_row`).
 
-        Args:
-            prompts: The prompts.
-            observation_role: As in the function `check_rows`.
-
         Raises:
-            ValueError: If a reward with `on_error: raise` cannot score a row; the message lists the rows.
+            ValueError: If a reward with `on_error: raise` cannot score a row.
         """
         check_rows(prompts, self.rewards, observation_role)
 
     def check(self, max_completion_length: int) -> None:
-        """Check the settings of the rewards against the settings of the run, before any weights load.
-
-        Args:
-            max_completion_length: The training run's limit on the length of a completion, in tokens.
+        """Check the settings of the rewards, before any weights load.
 
         Raises:
-            ValueError: If a reward's settings are invalid for this run; the message names the reward.
+            ValueError: If a reward's settings are invalid for this run.
         """
         for reward in self.rewards:
             reward.check(max_completion_length)
 
     def connect(self, device: torch.device, sharding: Sharding | None = None, num_local_ranks: int = 1) -> None:
-        """Start the workers, and let the rewards load their models (`Reward.connect`).
-
-        Args:
-            device: The policy's device on this rank.
-            sharding: The sharding of the policy; the models of rewards are loaded unsharded.
-            num_local_ranks: Ranks on this machine.
-        """
+        """Start the workers, and let the rewards load their models unsharded (`Reward.connect`)."""
         self.pool.start(num_local_ranks)  # the workers start in the background while models load
         with (sharding or Sharding()).unsharded():
             for reward in self.rewards:
                 reward.connect(device)
 
     def score(self, groups: Sequence[Group], **settings: Any) -> Scores:
-        """Run all rewards and wait for them.
-
-        Args:
-            groups: N groups of G completions each.
-            settings: The other arguments of `begin`.
+        """Run all rewards and wait for them. The `settings` are the other arguments of `begin`.
 
         Raises:
-            ValueError: If `begin` or `Scoring.finish` raises it.
-            RuntimeError: If `begin` or `Scoring.finish` raises it.
+            ValueError: As `begin` and `Scoring.finish`.
+            RuntimeError: As `begin` and `Scoring.finish`.
         """
         return self.begin(groups, **settings).finish()
 
@@ -189,21 +168,17 @@ class RewardSet:
         trainer_state: Any = None,
         num_generations: int | None = None,
     ) -> Scoring:
-        """Start each reward on the completions of every prompt if `Prompt.rewards` names the reward or is None.
+        """Start each reward on the prompts to which it applies (`Prompt.rewards`).
 
             total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
 
-        A reward applies to a group if the reward is called for the group's prompt, and gives a value to at least one
-        completion. If the reward then gives no value to another completion of the group, that completion is not
-        scorable, and its total is NaN. If no reward applies to a group, all its totals are NaN. Rewards of weight 0 are
-        ignored in these rules.
-
-        If there are no groups, because the rank has no prompts, no reward is called.
+        A reward applies to a group if it is called for the group's prompt, and gives a value to at least one
+        completion. A completion to which such a reward gives no value is not scorable, and its total is NaN. If no
+        reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
 
         Args:
             groups: N groups of G completions each.
-            max_completion_length: The training run's limit on the length of a completion, in tokens; passed to the
-                rewards.
+            max_completion_length: The run's limit on the length of a completion, in tokens.
             trainer_state: Passed to the rewards unchanged.
             num_generations: G, needed if there are no groups.
 
@@ -230,18 +205,11 @@ class RewardSet:
     def early_calls(
         self, prompts: Sequence[Prompt], max_completion_length: int | None = None, trainer_state: Any = None
     ) -> Iterator[None]:
-        """Open a context in which a batch is sampled and scored, and in which reward calls can start early.
+        """Context in which a batch is sampled and scored, and in which reward calls can start early.
 
-        Inside the context, `early.start` starts the reward calls on a group that is already sampled. `begin` uses the
-        results of these early calls if it is called with the same groups and arguments. Early calls whose results are
-        not used are cancelled at the end of the context. If a batch uses none of the results, later batches start no
-        early calls. This happens, for example, if a subclass of `GRPOLightningModule` overrides `score_rewards` with a
-        method that calls no rewards, or that changes the completions before it calls the rewards.
-
-        Args:
-            prompts: The N prompts of the batch.
-            max_completion_length: As in `begin`.
-            trainer_state: As in `begin`.
+        `early.start` starts the calls on a sampled group. `begin` uses their results if it gets the same groups and
+        arguments. Unused calls are cancelled at the end of the context. If a batch uses none of the early calls, later
+        batches start none.
         """
         if not self.starts_early:
             yield
@@ -291,20 +259,13 @@ def check_rows(
 ) -> None:
     """Run `check_row` of every reward on the rows to which the reward applies.
 
-    If the `on_error` of a reward is not "raise", a row that the reward cannot score causes only a warning. Later, each
-    call of the reward with such a row fails.
-
-    Args:
-        prompts: The prompts. If a row is used for both training and validation, an error in it is reported only once.
-        rewards: The rewards of the run.
-        observation_role: The role of the environment's observations; None if the run has no environment.
+    If the `on_error` of a reward is not "raise", a row that the reward cannot score causes only a warning.
 
     Raises:
         ValueError: If a reward with `on_error` "raise" cannot score a row; the message names file, line and reward.
     """
     refused: dict[tuple[str | int, str], str] = {}
-    """Problems by row and reward. A row is identified by its file and line, because it may be in both training and
-    validation data. A row without file and line is identified by the id of its prompt."""
+    """Problems by row and reward. A row can be in both training and validation data."""
     accepted: dict[tuple[str | int, str], str] = {}
     have: Counter[tuple[str, str, str]] = Counter()
     lack: Counter[tuple[str, str, str]] = Counter()
@@ -347,7 +308,7 @@ def check_rows(
 
 
 def _format_problems(found: Mapping[tuple[str | int, str], str]) -> str:
-    """Format the number of rows that rewards cannot score, and the problems of the first ones."""
+    """Format the number of refused rows, and the first problems."""
     counts = ", ".join(f"{count} by {name!r}" for name, count in Counter(name for _, name in found).items())
     return f"{len({row for row, _ in found})} rows cannot be scored ({counts}):\n{bullet_list(list(found.values()))}"
 
@@ -360,13 +321,13 @@ class Source:
     """Name of the dataset; may be empty."""
 
     columns: tuple[str, ...]
-    """Union of the columns of the prompts."""
+    """Union of the prompts' columns."""
 
     rewards: tuple[str, ...] | None = None
     """Names of the rewards that apply; None for all."""
 
     method: str = ""
-    """The first method in the column `accu_reward_method` of the prompts; empty if the column names no method."""
+    """The first method in the column `accu_reward_method` of the prompts; may be empty."""
 
     def uses(self, reward: str) -> bool:
         """Whether a reward applies to these prompts."""
@@ -375,8 +336,6 @@ class Source:
 
 def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
     """Group prompts into sources. Prompts with the same dataset and the same list of rewards form one source.
-
-    The sources are in the order of their first prompts.
 
     Raises:
         ValueError: If the rewards of a prompt are a string instead of a list of names.
@@ -397,23 +356,10 @@ def sources_of(prompts: Iterable[Prompt]) -> list[Source]:
 
 
 def check_sources(sources: Sequence[Source], rewards: Sequence[WeightedReward], weights: Mapping[str, float]) -> None:
-    """Check that rewards and data match.
-
-    If a reward applies to several sources, and only some of them have a column that the reward needs, a warning is
-    logged. In the rows of the other sources, the reward gets None for the column.
-
-    Args:
-        sources: The sources of the prompts.
-        rewards: The rewards of the run.
-        weights: Weight of each reward, by name.
+    """Check that rewards and data match, as `RewardSet.validate_prompts` describes.
 
     Raises:
-        ValueError: If a data column has the name of an argument in `rewards.base.CONTRACT`, such as `completions`.
-            A reward would get this argument instead of the column.
-        ValueError: If a reward needs a column that none of its sources has.
-        ValueError: If prompts name an unknown reward, or only rewards of weight 0.
-        ValueError: If prompts name a method in the column `accu_reward_method`, but none of their rewards reads this
-            column.
+        ValueError: As in `RewardSet.validate_prompts`.
     """
     for source in sources:
         _check_names(source, weights)
@@ -443,7 +389,7 @@ def _check_names(source: Source, weights: Mapping[str, float]) -> None:
 
 
 def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
-    """Check that a reward reads the method that the data names; otherwise the method would be silently ignored."""
+    """Check that a reward reads the method that the data names."""
     if source.method and not any(reward.may_read(METHOD_COLUMN) for reward in rewards if source.uses(reward.name)):
         of = f" of {source.name!r}" if source.name else ""
         raise ValueError(
@@ -453,7 +399,7 @@ def _check_method(source: Source, rewards: Sequence[WeightedReward]) -> None:
 
 
 def _check_column(reward: str, column: str, used: Sequence[Source]) -> None:
-    """Check that at least one source of a reward has a column; warn about sources without it."""
+    """Check that a source of a reward has a column; warn about the others."""
     lacking = [source for source in used if column not in source.columns]
     names = ", ".join(repr(source.name) for source in lacking if source.name)
     if len(lacking) < len(used):

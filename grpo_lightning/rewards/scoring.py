@@ -1,9 +1,8 @@
-"""Score a rollout by calling every reward and adding up the values to one total per completion.
+"""Score a rollout: call every reward, and add up the values of each completion.
 
 By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
-whole batch in one call. A call runs in a worker process or in this process. Each worker runs one call at a time, and
-the workers run in parallel. A call that hangs or crashes in a worker does not affect other calls. A group's calls in
-workers start as soon as the group is sampled, while other groups of the batch are still being sampled (`EarlyCalls`).
+whole batch in one call. A call runs in a worker process or in this process. A group's calls in workers start as soon as
+the group is sampled (`EarlyCalls`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 FAILURES = ("exception", "timeout", "crash", "wrong_length", "invalid_value", "not_scorable")
 """Kinds of failures, in this order: the call raised an error; the call timed out; the worker process of the call died;
 the call returned the wrong number of values; a value was NaN, infinite or not a number; a completion got no value
-although other completions of its group did. For each reward and kind, the affected completions are counted."""
+although other completions of its group did."""
 
 GRACE_SECONDS = 5.0
 """Time after the step's deadline in which workers may still report a timeout."""
@@ -55,14 +54,14 @@ GRACE_SECONDS = 5.0
 EXPECTS_MESSAGES = re.compile(
     r"raised (?:TypeError: string indices must be integers|AttributeError: 'str' object has no attribute 'get')"
 )
-"""Matches the error of a reward that gets a completion as a string, and uses it as a list of messages."""
+"""The error of a reward that uses a string as a list of messages."""
 
 EXPECTS_TEXT = re.compile(
     r"raised (?:TypeError: (?:expected string or bytes-like object|list indices must be integers or slices, not str)"
     r"|AttributeError: '(?:list|dict)' object has no attribute '(?:strip|split|splitlines|lower|startswith|endswith|"
     r"find|rfind|partition|rpartition|replace)')"
 )
-"""Matches the error of a reward that gets a completion as a list of messages, and uses it as a string."""
+"""The error of a reward that uses a list of messages as a string."""
 
 T = TypeVar("T")
 
@@ -72,17 +71,17 @@ class Scores:
     """The values of all rewards for N groups of G completions, and their total."""
 
     total: Tensor
-    """[N, G] float32: the weighted sum of the rewards that apply; NaN where a completion is not scorable."""
+    """[N, G] float32: the weighted sum; NaN where a completion is not scorable."""
 
     by_reward: dict[str, Tensor]
     """[N, G] float32 per reward, unweighted; NaN for None."""
 
     metrics: dict[str, float]
-    """For each metric: the mean of all values that calls of `log_metric` logged."""
+    """Mean of all values from `log_metric`, by metric."""
 
     extras: dict[str, list[Any]]
-    """[N * G] values per column, from `log_extra`; None where the reward does not apply. If several rewards log a
-    column of the same name, these columns are named `<reward>/<column>`."""
+    """[N * G] values per column, from `log_extra`; None where the reward does not apply. A column that several rewards
+    log is named `<reward>/<column>`."""
 
     failures: dict[str, int]
     """Number of completions per `<reward>/<failure>` (see `FAILURES`); all keys are always present."""
@@ -102,7 +101,7 @@ class Scores:
         return replace(self, total=self.total.masked_fill(excluded, math.nan), by_reward=by_reward)
 
     def select(self, rows: Sequence[int]) -> Scores:
-        """Select groups, in the given order. The metrics and failures remain those of all groups."""
+        """Select groups. The metrics and failures remain those of all groups."""
         rows, size = list(rows), self.total.shape[1]
         return replace(
             self,
@@ -118,7 +117,7 @@ class Scores:
 def concatenate_scores(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of groups that were scored separately.
 
-    A metric is the mean over the parts that logged it, weighted by their numbers of completions.
+    A metric is the mean over the parts that logged it, weighted by completions.
     """
     columns = dict.fromkeys(name for part in parts for name in part.extras)
     metrics: dict[str, float] = {}
@@ -138,15 +137,10 @@ def concatenate_scores(parts: Sequence[Scores]) -> Scores:
 
 
 class EarlyCalls:
-    """Calls of rewards on sampled groups of a batch, while other groups of the batch are still being sampled.
+    """Calls of rewards on the sampled groups of a batch, while others are still being sampled.
 
-    Calls in workers start early. When the batch is scored, `Scoring` uses the result of an early call in place of a
-    call with the same reward, arguments and seed. If a result is not used, the logs and failures of its call are
-    ignored, too. A reward in the training process can start its slow part early (`Reward.prefetch`).
-
-    Args:
-        context: Arguments shared by all completions of the batch.
-        pool: The workers.
+    When the batch is scored, `Scoring` uses the result of an early call in place of a call with the same reward,
+    arguments and seed.
     """
 
     def __init__(self, context: CallContext, pool: WorkerPool) -> None:
@@ -174,7 +168,7 @@ class EarlyCalls:
                 self._prefetches.append((reward, future))
 
     def cancel(self) -> bool:
-        """Cancel the calls that no `Scoring` has taken over. Returns: False if there were calls, but none was used."""
+        """Cancel the unused calls. Returns: False if there were calls, but none was used."""
         num_unused = self.pool.cancel_early()
         for reward, future in self._prefetches:
             if not future.cancel() and (error := future.exception()) is not None:
@@ -186,14 +180,7 @@ class EarlyCalls:
 class Scoring:
     """The calls of all rewards on a batch.
 
-    Calls in workers and async calls run in the background, and `finish` waits for them.
-
-    Args:
-        groups: N groups of G completions.
-        weights: Weight of each reward, by name.
-        size: (N, G).
-        context: Arguments shared by all completions.
-        pool: The workers.
+    `finish` waits for the calls in workers and the async calls.
 
     Raises:
         RuntimeError: If the workers fail to start.
@@ -225,7 +212,7 @@ class Scoring:
             call.start_here()
 
     def finish(self) -> Scores:
-        """Wait for all rewards. If the failure of one reward stops the run, cancel the others.
+        """Wait for all rewards.
 
         Raises:
             RuntimeError: If a call raised an error, timed out or crashed its worker, and the reward's `on_error` is
@@ -270,7 +257,7 @@ class Scoring:
         return {name: statistics.fmean(values) for name, values in merged.items()}
 
     def _merge_extras(self) -> dict[str, list[Any]]:
-        """Merge the extra columns of all rewards; columns of the same name are named `<reward>/<column>`."""
+        """Merge the extra columns of all rewards."""
         num_groups, size = self.size
         logged_by = Counter(column for call in self.calls for column in call.extras)
         merged: dict[str, list[Any]] = {}
@@ -291,8 +278,7 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
         weights: [R]; rewards of weight 0 are ignored.
 
     Returns:
-        [N, G] totals; NaN where a reward that applies to the group gives the completion no value, or where no reward
-        applies to the group.
+        [N, G] totals; NaN where a reward that applies gives no value, or where no reward applies.
     """
     applies = ~values.isnan().all(dim=2, keepdim=True) & (weights != 0).view(-1, 1, 1)  # [R, N, 1]
     total = torch.where(applies, values * weights.view(-1, 1, 1), 0.0).sum(dim=0)
@@ -302,12 +288,7 @@ def weighted_total(values: Tensor, weights: Tensor) -> Tensor:
 class RewardCall:
     """One reward on one batch of groups.
 
-    Args:
-        reward: The reward.
-        groups: N groups of G completions.
-        context: Arguments shared by all completions.
-        pool: The workers.
-        deadline: Time at which calls in workers and async calls are stopped, in `time.monotonic` seconds.
+    Calls in workers and async calls end at the deadline (`time.monotonic` seconds).
     """
 
     def __init__(
@@ -332,11 +313,7 @@ class RewardCall:
         self._warnings: dict[str, list[str]] = {}
 
     def start_in_workers(self) -> bool:
-        """Submit one call per group to the workers, or take over the group's early call.
-
-        Returns:
-            False if the reward must run in this process.
-        """
+        """Start or take over one call per group. Returns: False if the reward must run in this process."""
         if not self.pool.has(self.reward):
             return False
         for group in self.groups:
@@ -345,7 +322,7 @@ class RewardCall:
         return True
 
     def start_here(self) -> None:
-        """Run a sync reward, or start an async one, in this process. Exceptions are raised in `finish`."""
+        """Run or start the reward in this process. Exceptions are raised in `finish`."""
         for groups in [self.groups] if self.reward.in_process else [[group] for group in self.groups]:
             answer = call_reward(self.reward, arguments(self.reward, groups, self.context))
             future: Future[Answer] = Future()
@@ -366,9 +343,8 @@ class RewardCall:
         """Wait for the reward. Returns: [N, G] float32, NaN for None.
 
         Raises:
-            RuntimeError: If a call raised an error, timed out or crashed its worker, and `on_error` is "raise".
-            ValueError: If the reward returned an invalid value or the wrong number of values, and `on_error` is
-                "raise".
+            RuntimeError: As `Scoring.finish`.
+            ValueError: As `Scoring.finish`.
         """
         size = len(self.groups[0].completions)
         numbers: list[list[float]] = []
@@ -397,7 +373,7 @@ class RewardCall:
         return scores
 
     def _wait(self, future: Future[Answer]) -> Answer:
-        """Wait for the answer to a call; a timeout becomes a failed answer."""
+        """Wait for the answer to a call."""
         # Workers enforce the deadline themselves and get a grace period to report it.
         left = None if math.isinf(self.deadline) else max(0.0, self.deadline + GRACE_SECONDS - time.monotonic())
         try:
@@ -410,7 +386,7 @@ class RewardCall:
         return answer
 
     def _read_values(self, answer: Answer, groups: Sequence[Group], size: int) -> list[list[Any]]:
-        """Read the [n][G] values of an answer; for a failed call, the values that `on_error` sets."""
+        """Read the [n][G] values of an answer."""
         if not answer.failure:
             rows = _as_rows(answer.result, len(groups), size, per_group=self.reward.per_group)
             count = len(groups) * size
@@ -443,15 +419,7 @@ class RewardCall:
     def _handle_failure(
         self, kind: str, problem: str, groups: Sequence[Group], count: int, cause: BaseException | None = None
     ) -> float | None:
-        """Count a failure. Then raise an error, or return the fallback value, as `on_error` requires.
-
-        Args:
-            kind: One of `FAILURES`.
-            problem: Description of the failure; in messages, it follows the name of the reward.
-            groups: The affected groups.
-            count: Number of affected completions.
-            cause: The exception raised by the reward.
-        """
+        """Count a failure, and raise an error or return the fallback value."""
         self.failures[kind] += count
         where = "; ".join(group.prompt.label for group in groups[:8])
         more = "; ..." if len(groups) > 8 else ""
@@ -465,7 +433,7 @@ class RewardCall:
         return self.reward.error_value
 
     def _log(self) -> None:
-        """Log the messages of workers, and the first failure of each kind with the number of such failures."""
+        """Log the messages of workers, and the first failure of each kind."""
         for (name, level, message), times in self._records.items():
             repeats = f" ({times} times)" if times > 1 else ""
             logging.getLogger(name).log(level, "Reward %r: %s%s", self.reward.name, message, repeats)
@@ -503,7 +471,7 @@ async def _finish(answer: Answer) -> Answer:
 
 @dataclass
 class CallContext:
-    """Arguments shared by all completions of a call."""
+    """Arguments shared by all completions."""
 
     columns: Sequence[str]
     """Data columns passed to rewards."""
@@ -515,7 +483,7 @@ class CallContext:
 
 @dataclass
 class ArgumentLists:
-    """Makes the lists of a reward call: one element per completion, or per group if the reward is `per_group`."""
+    """The lists of a reward call: one element per completion, or per group if `per_group`."""
 
     groups: Sequence[Group]
     """N groups of G completions."""
@@ -528,11 +496,11 @@ class ArgumentLists:
         return len(self.groups[0].completions)
 
     def per_prompt(self, values: list[T]) -> list[T]:
-        """[N] values of the prompts, each repeated for the completions of its prompt, unless `per_group`."""
+        """[N] values of the prompts, repeated for their completions unless `per_group`."""
         return values if self.per_group else [value for value in values for _ in range(self.group_size)]
 
     def per_completion(self, read: Callable[[Group, Completion], T]) -> list[T] | list[list[T]]:
-        """The values that `read` returns for the completions: flat, or [N][G] if `per_group`."""
+        """The values of the completions: flat, or [N][G] if `per_group`."""
         return self.in_form([[read(group, completion) for completion in group.completions] for group in self.groups])
 
     def in_form(self, rows: list[list[T]]) -> list[T] | list[list[T]]:
@@ -544,11 +512,6 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
     """Build the keyword arguments of a reward call, except the logging functions.
 
     Arguments that are lists are copies, so a reward may modify them.
-
-    Args:
-        reward: The reward. It gets lists with one element per completion, or per group if it is `per_group`.
-        groups: N groups of G completions.
-        context: Arguments shared by all completions.
     """
     lists = ArgumentLists(groups, reward.per_group)
     prompts = [group.prompt for group in groups]
@@ -572,13 +535,7 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
 
 
 def alias_arguments(reward: WeightedReward, lists: ArgumentLists, contract: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the arguments in `ALIASES` except "images"; those of conversations only if the reward gets them.
-
-    Args:
-        reward: The reward.
-        lists: Makes the lists of the call.
-        contract: The arguments in `CONTRACT`; lists that an alias repeats are shared, not copied.
-    """
+    """Build the arguments in `ALIASES` except "images"; those of conversations only if the reward gets them."""
     groups, prompts = lists.groups, [group.prompt for group in lists.groups]
     names = [f"{prompt.source}/{prompt.index}" for prompt in prompts]
     sources = [[image.source for image in prompt.images] for prompt in prompts]
@@ -617,15 +574,14 @@ def alias_arguments(reward: WeightedReward, lists: ArgumentLists, contract: Mapp
 def worker_call(reward: WeightedReward, group: Group, context: CallContext) -> tuple[dict[str, Any], int]:
     """Build the arguments and the seed of a call in a worker.
 
-    The seed depends only on the reward's name and the completions, so that a resumed run gets the same random numbers
-    as an uninterrupted run.
+    The seed depends only on the reward's name and the completions, so that a resumed run gets the same random numbers.
     """
     seed = derived_seed("reward", reward.name, *(completion.text for completion in group.completions))
     return arguments(reward, [group], context), seed
 
 
 def _environment(completion: Completion) -> Any:
-    """The user's environment object, as it is at the end of a completion; None if there is no environment."""
+    """The user's environment object at the end of a completion; None without an environment."""
     state = None if completion.ending is None else completion.ending.state
     environment = pickle.loads(state) if isinstance(state, bytes) else state  # noqa: S301 (our own)
     return getattr(environment, "for_rewards", environment)
@@ -634,7 +590,7 @@ def _environment(completion: Completion) -> Any:
 def written_messages(completion: Completion) -> list[Message]:
     """The completion as one assistant message or, in a conversation, as the messages of all its turns.
 
-    An observation after the last turn of the policy is left out if the policy has not seen it.
+    A last observation that the policy has not seen is left out.
     """
     if completion.turns is None:
         return [{"role": "assistant", "content": completion.text}]
@@ -654,7 +610,7 @@ def written_messages(completion: Completion) -> list[Message]:
 
 
 def _messages(group: Group, completion: Completion) -> list[Message]:
-    """Append the completion to the chat; if the chat ends with an assistant message, extend this message instead."""
+    """Append the completion to the chat, or extend the chat's last message if it is an assistant's."""
     content = group.prompt.content
     chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
     first, *others = written_messages(completion)
@@ -667,7 +623,7 @@ def _messages(group: Group, completion: Completion) -> list[Message]:
 
 
 def _image_grid(group: Group) -> list[int] | None:
-    """The size [t, h, w] of the first image in patches; None without images, or if the processor does not return it."""
+    """The size [t, h, w] of the first image in patches; None if unknown."""
     grids = None if group.vision is None else group.vision.images.get("image_grid_thw")
     return None if grids is None else grids[0].tolist()
 
@@ -681,7 +637,7 @@ def _question(prompt: Prompt) -> str:
 
 
 def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Content:
-    """Convert a completion to the form of its prompt, or to the form that the reward requests."""
+    """Convert a completion to the form of its prompt, or of `completions_as`."""
     is_text = isinstance(group.prompt.content, str)
     as_prompt: Content = completion.text if is_text else written_messages(completion)
     if is_text and completion.turns is not None and reward.completions_as == "messages":
@@ -690,7 +646,7 @@ def _in_form(reward: WeightedReward, group: Group, completion: Completion) -> Co
 
 
 def _form_hint(reward: WeightedReward, group: Group, problem: str) -> str:
-    """Name the form of the completions, if `problem` is the error of a reward that expects the other form; else ""."""
+    """A hint if `problem` is the error of a reward that expects the other form of completions; else ""."""
     is_string = isinstance(_in_form(reward, group, group.completions[0]), str)
     if not (EXPECTS_MESSAGES if is_string else EXPECTS_TEXT).match(problem):
         return ""

@@ -1,7 +1,6 @@
 """The processes of a `WorkerPool`: the supervisor, and the workers that call the rewards.
 
-The supervisor forks the workers, sends them calls, and answers a call itself if the call timed out or if the worker's
-process crashed. `rewards/workers.py` describes the processes.
+`rewards/workers.py` describes the processes.
 """
 
 from __future__ import annotations
@@ -43,28 +42,21 @@ from grpo_lightning.rewards.workers import (
 log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 0.2
-"""Time that a worker gets to exit after it has closed its connection, so that its exit status is reported."""
+"""Time to exit for a worker that has closed its connection, so that its exit status is reported."""
 
 LONGEST_WAIT = 3600.0
-"""Maximum duration of one wait of the supervisor, in seconds. Without this maximum, a large time limit could exceed the
-longest wait that the system supports."""
+"""Longest wait of the supervisor, in seconds. The system may not support longer waits."""
 
 MOST_RECORDS = 10_000
 """Maximum number of log records per call."""
 
 IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals that a terminal or scheduler sends to all processes of a run. The supervisor ignores these signals, because
-the training process handles them and stops the supervisor."""
+"""Signals that a terminal or scheduler sends to all processes of a run. The training process handles them and stops the
+supervisor."""
 
 
 def supervise(descriptor: int) -> None:
-    """Load the rewards, and run workers until the training process closes the pool.
-
-    This is the main function of the supervisor.
-
-    Args:
-        descriptor: File descriptor of the connection to the training process.
-    """
+    """The supervisor's main function: load the rewards, and run workers until the pool is closed."""
     for name in IGNORED_SIGNALS:
         # A handler instead of SIG_IGN, because subprocesses of rewards inherit SIG_IGN, but no handlers.
         signal.signal(getattr(signal, name), lambda *_: None)
@@ -132,7 +124,7 @@ class Supervisor:
     workers: list[Worker] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run until the training process closes the pool. Raises: EOFError or ConnectionError if that process ended."""
+        """Run until the training process closes the pool."""
         try:
             while True:
                 while self.queue and self._dispatch():
@@ -168,7 +160,7 @@ class Supervisor:
                     worker.limit = min(worker.limit, new.deadline)
 
     def _dispatch(self) -> bool:
-        """Send the next call to a worker, or answer that the call failed. Returns: False if all workers are busy."""
+        """Send or fail the next call. Returns: False if all workers are busy."""
         worker = next((worker for worker in self.workers if worker.call is None), None)
         if worker is None and len(self.workers) == self.num_workers:
             return False
@@ -186,7 +178,7 @@ class Supervisor:
         return True
 
     def _fork(self, call: Call) -> Worker:
-        """Fork a worker, which gets the call once it is ready. Raises: OSError if the fork fails."""
+        """Fork a worker."""
         ours, theirs = multiprocessing.Pipe()
         others = [self.control, ours, *(worker.connection for worker in self.workers)]
         arguments = (theirs, others, self.rewards, int(self.settings.memory_gb * 1e9))
@@ -196,7 +188,7 @@ class Supervisor:
         return Worker(process, ours, call, time.monotonic() + self.start_seconds)
 
     def _receive(self, worker: Worker) -> None:
-        """Handle a message of a worker: ready, an answer, or end of file."""
+        """Handle a message of a worker."""
         call = worker.call
         try:
             data, is_last = worker.connection.recv()
@@ -229,7 +221,7 @@ class Supervisor:
             self._fail(call, "timeout", f"was stopped: {why}")
 
     def _end(self, worker: Worker, patience: float = 0.0) -> str:
-        """Kill a worker and its subprocesses after a grace period of `patience` seconds. Returns: its exit status."""
+        """Kill a worker and its subprocesses after `patience` seconds. Returns: its exit status."""
         self.workers.remove(worker)
         worker.connection.close()
         wait([worker.process.sentinel], patience)
@@ -248,7 +240,7 @@ class Supervisor:
 
 
 def _work(connection: Connection, others: Sequence[Connection], rewards: Sequence[Any], memory_bytes: int) -> None:
-    """Main function of a worker: answer calls until the supervisor ends, or until a call runs out of memory."""
+    """Main function of a worker: answer calls until the supervisor ends, or a call runs out of memory."""
     status = 1
     try:
         os.setsid()  # so that subprocesses of rewards are killed with their worker
@@ -279,7 +271,7 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
 
 
 class FirstRecords(logging.Handler):
-    """Keeps the first `MOST_RECORDS` log records of a call, which the training process writes to the run's log."""
+    """Keeps the first `MOST_RECORDS` log records of a call."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -311,13 +303,7 @@ class FirstRecords(logging.Handler):
 
 
 def _answer(request: bytes, rewards: Sequence[Any], called: set[int]) -> Answer:
-    """Run a call and return its answer.
-
-    Args:
-        request: The pickled tuple (index of the reward, arguments, seed).
-        rewards: The loaded rewards.
-        called: Indices of the rewards that this worker has called; updated in place.
-    """
+    """Run the pickled call `request`, add the index of its reward to `called`, and return the answer."""
     try:
         number, arguments, seed = pickle.loads(request)  # noqa: S301 (from our own process)
     except BaseException as error:  # noqa: BLE001 (an argument's class may be missing in this process)
@@ -359,7 +345,7 @@ def _pickle_answer(answer: Answer) -> bytes:
 
 
 def _pickle_state(reward: WeightedReward) -> bytes | None:
-    """Pickle a reward, to detect whether a call changes its state. None if it cannot be pickled."""
+    """Pickle a reward, to detect changes; None if it cannot be pickled."""
     try:
         return pickle.dumps(reward)
     except Exception:  # noqa: BLE001 (an object may raise anything when it is pickled)
@@ -367,7 +353,7 @@ def _pickle_state(reward: WeightedReward) -> bytes | None:
 
 
 def _end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, even while it is busy."""
+    """Have Linux kill this process when its parent ends."""
     with contextlib.suppress(OSError, AttributeError):
         import ctypes
 

@@ -1,4 +1,4 @@
-"""Worker processes for rewards, with time limits, memory limits, and several calls at once.
+"""Worker processes for rewards, with time and memory limits.
 
 A reward that loops in C code does not release the interpreter, so neither a signal handler nor another thread can
 interrupt it. Therefore the training process starts a supervisor process. The supervisor loads the rewards once, forks
@@ -7,12 +7,10 @@ the workers, sends calls to the workers, and kills workers whose calls time out:
     training process  -- calls -->  supervisor  -- one call at a time -->  workers
                       <- answers -              <------- answer ---------
 
-`rewards/worker_processes.py` has the code of the supervisor and the workers, and the messages about workers that crash
-or time out. This file has the settings, a call and its answer, and the pool in the training process.
+`rewards/worker_processes.py` has the code of the supervisor and the workers.
 
-A forked worker is ready in a millisecond and shares the modules that the supervisor has loaded. A worker runs the code
-as it was at the start of the run, even if the source files have changed since then. A worker calls rewards in its main
-thread, so a reward may use signal handlers.
+A worker runs the code as it was at the start of the run, even if the source files have changed since then. A worker
+calls rewards in its main thread, so a reward may use signal handlers.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ from grpo_lightning.rewards.base import WeightedReward
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""Time limit for importing the rewards in the supervisor. The start of each worker, which warms up the rewards, has a
-separate limit of the same length."""
+"""Time limit for importing the rewards in the supervisor. The start of each worker has the same limit."""
 
 CALLERS = frozenset(
     str(Path(__file__).parents[1] / name)
@@ -78,7 +75,7 @@ REMEDIES = {
         "it here and silence this warning, set in_process = True on its class."
     ),
 }
-"""Advice about an object that does not run in a worker, by the kind of object."""
+"""Advice for what does not run in a worker, by kind."""
 
 
 @dataclass
@@ -86,20 +83,18 @@ class RewardWorkers:
     """Settings of the worker processes in which picklable sync rewards run."""
 
     num_workers: int | None = None
-    """Worker processes per rank. With null, the available CPU cores are divided among the ranks of the machine, and
-    each rank starts one process per core of its share, but at least 2 and at most 8. With 0, all rewards run in the
-    training process, without time and memory limits."""
+    """Worker processes per rank. Null means (available CPU cores / ranks of the machine), at least 2 and at most 8.
+    With 0, all rewards run in the training process, without time and memory limits."""
 
     timeout_seconds: float = 30.0
     """Time limit of one call: one reward on the completions of one prompt."""
 
     step_timeout_seconds: float = 600.0
-    """Time limit of all calls of a rank for a rollout together, including calls of async rewards. The time starts when
-    sampling ends."""
+    """Time limit of all calls of a rank for a rollout together, including async rewards, from the end of sampling."""
 
     memory_gb: float = 4.0
     """Address space in GB that a worker may reserve in addition to the memory that it shares with the supervisor. Each
-    subprocess of a worker has the same limit."""
+    subprocess has the same limit."""
 
     def __post_init__(self) -> None:
         """Check the ranges. Raises: ValueError naming the field, its value and the allowed range."""
@@ -138,25 +133,20 @@ class RewardWorkers:
 
 
 class RaisedError(RuntimeError):
-    """An exception that a reward raised in a worker.
-
-    Args:
-        problem: The exception and its location, in one line.
-        shown: The formatted traceback of the exception in the worker.
-    """
+    """An exception that a reward raised in a worker."""
 
     def __init__(self, problem: str, shown: str) -> None:
         super().__init__(problem, shown)
         self.shown = shown
 
     def __str__(self) -> str:
-        """The error and its traceback. Python shows both as the cause of the error raised in the training process."""
+        """The error and its traceback."""
         return f"{self.args[0]}\n{self.shown}".rstrip()
 
 
 @dataclass
 class Answer:
-    """The outcome of a call, which is either its values and logs, or its failure."""
+    """The outcome of a call: its values and logs, or its failure."""
 
     result: Any = None
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -172,7 +162,7 @@ class Answer:
     """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty on success."""
 
     problem: str = ""
-    """Description of the failure; in messages, it follows the name of the reward."""
+    """Description, to follow the name of the reward."""
 
     cause: BaseException | None = None
     """The exception that caused the failure; None if there was none."""
@@ -186,13 +176,13 @@ class Answer:
         self.metrics.setdefault(name, []).append(float(value))
 
     def fail(self, failure: str, problem: str, cause: BaseException | None = None) -> Answer:
-        """Turn this object into the answer of a failed call, and discard its values, columns and metrics."""
+        """Turn this into the answer of a failed call, without values, columns and metrics."""
         self.result, self.extras, self.metrics = None, {}, {}
         self.failure, self.problem, self.cause = failure, problem, cause
         return self
 
     def fail_by(self, error: BaseException) -> Answer:
-        """Turn this object into the answer of a call that raised an exception."""
+        """Turn this into the answer of a call that raised an exception."""
         return self.fail("exception", f"raised {describe_error(error)[0]}", error)
 
 
@@ -209,7 +199,7 @@ def call_reward(reward: WeightedReward, arguments: Mapping[str, Any], catch: typ
 
 @dataclass
 class DescribedValue:
-    """Stands for a returned value that cannot be sent to the training process, such as a generator."""
+    """Stands for a returned value that cannot be pickled, such as a generator."""
 
     text: str
     """The result of `describe_value`."""
@@ -247,7 +237,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def seeded_random(seed: int) -> Iterator[None]:
-    """Seed the random number generators as for a call in a worker, and restore them afterwards."""
+    """Seed the random number generators as in a worker, and restore them afterwards."""
     python, numpy, torch = random.getstate(), sys.modules.get("numpy"), sys.modules.get("torch")
     of_numpy = None if numpy is None else numpy.random.get_state()
     of_torch = None if torch is None else torch.default_generator.get_state()
@@ -263,7 +253,7 @@ def seeded_random(seed: int) -> Iterator[None]:
 
 
 def seed_random(seed: int) -> None:
-    """Seed all global random number generators, so that a call depends neither on its worker nor on earlier calls."""
+    """Seed all global random number generators."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -279,7 +269,7 @@ class Call(NamedTuple):
 
     number: int
     data: bytes
-    """The pickled tuple (index of the reward, arguments, seed). The supervisor does not unpickle it."""
+    """The pickled tuple (index of the reward, arguments, seed)."""
 
     seconds: float
     """Time limit in the worker."""
@@ -315,12 +305,10 @@ class SentCall(NamedTuple):
 class WorkerPool:
     """Pool of worker processes that run rewards, under one supervisor process.
 
-    The supervisor starts on first use, and starts again on the next use if it was killed or stopped by `close`. The
-    supervisor and the workers end when `close` is called, when this object is deleted, or when this process ends. The
-    pool is picklable, and an unpickled copy starts its own supervisor.
+    The supervisor starts on first use, and again if it was killed or closed. It ends with this object or this process.
 
     Args:
-        rewards: All rewards of the run. Rewards that cannot run in workers run in the training process.
+        rewards: All rewards of the run.
         limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
         kind: The kind of object that runs here, for messages: "Reward", or "Environment" (`environments/workers.py`).
     """
@@ -331,27 +319,25 @@ class WorkerPool:
         self.limits = limits if limits is not None and limits.num_workers != 0 else None
         """The limits of calls; None without workers."""
         self._places: dict[str, int] = {}
-        """The rewards that run in workers: the index of each in the pool, by the reward's name."""
+        """The rewards that run in workers, with the index of each in the pool."""
         self._started_by: int | None = None
-        """Id of the process that has started the workers. A fork of this process lacks the process's threads, and
-        therefore starts new workers."""
+        """Id of the process that has started the workers. A fork lacks its threads, and therefore starts new
+        workers."""
         self._num_local_ranks = 1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         """Numbers of calls; a new supervisor does not start again at 0."""
         self._early: dict[bytes, list[SentCall]] = {}
-        """Calls of `submit_early` that `submit` has not taken over, by the digest of the call."""
+        """Unused calls of `submit_early`, by digest."""
 
     def __reduce__(self) -> Any:
         """Pickle without the processes."""
         return WorkerPool, (self.rewards, self.limits, self.kind)
 
     def start(self, num_local_ranks: int | None = None) -> None:
-        """Start loading the rewards that can run in workers, and return immediately.
+        """Start loading the rewards, and return immediately.
 
-        Args:
-            num_local_ranks: Ranks that share the machine. None keeps the number of the previous call. In the first
-                call, None means 1.
+        If `num_local_ranks` is None, the number of the previous call stays (at first 1).
         """
         with self._lock:
             self._num_local_ranks = num_local_ranks or self._num_local_ranks
@@ -417,15 +403,15 @@ class WorkerPool:
 
     @property
     def is_loaded(self) -> bool:
-        """True once the supervisor has loaded the rewards, so that `wait` returns immediately and without an error."""
+        """True once the supervisor has loaded the rewards."""
         return bool(self._places) and self._loaded.done() and self._loaded.exception() is None
 
     def has(self, reward: WeightedReward) -> bool:
-        """Whether a reward runs in workers, and not in the training process."""
+        """Whether a reward runs in workers."""
         return reward.name in self._places
 
     def keep(self, name: str, why: str) -> None:
-        """Run a reward in the training process from now on, and log a warning with the reason."""
+        """Run a reward in the training process from now on, with a warning."""
         if self._places.pop(name, None) is not None:
             self._warn(name, why)
 
@@ -436,12 +422,12 @@ class WorkerPool:
         self.warn_once(log, name, text, self.kind, name, why, remedy)
 
     def stop(self) -> None:
-        """Stop the workers and their calls. The next call starts the workers again."""
+        """Stop the workers and their calls."""
         if self._places:
             self._close()
 
     def close(self) -> None:
-        """Stop the workers, and forget which rewards they have loaded. `start` or `wait` then starts new workers."""
+        """Stop the workers, and forget which rewards they have loaded."""
         with self._lock:
             self.stop()
             self._started_by, self._places, self._early = None, {}, {}
@@ -457,12 +443,8 @@ class WorkerPool:
     ) -> Future[Answer]:
         """Submit a call, or take over a call from `submit_early` with the same reward, arguments and seed.
 
-        Args:
-            reward: A reward that runs in workers.
-            arguments: The keyword arguments of the reward, except the logging functions.
-            seed: Seed of the random numbers of the call.
-            seconds: Time limit of this call; `timeout_seconds` of the settings applies too.
-            deadline: Deadline of all calls of the step, in `time.monotonic` seconds.
+        `seconds` limits this call, in addition to `timeout_seconds` of the settings. `deadline` is in `time.monotonic`
+        seconds.
         """
         try:
             data = pickle.dumps((self._places[reward.name], arguments, seed))
@@ -480,13 +462,7 @@ class WorkerPool:
     def submit_early(self, reward: WeightedReward, arguments: Mapping[str, Any], seed: int) -> None:
         """Send a call to the workers ahead of its `submit`.
 
-        The call has no deadline at first. A later `submit` with the same reward, arguments and seed takes over the
-        call, and sets its deadline.
-
-        Args:
-            reward: As in `submit`.
-            arguments: As in `submit`.
-            seed: As in `submit`.
+        The call has no deadline until `submit` takes it over.
         """
         try:
             data = pickle.dumps((self._places[reward.name], arguments, seed))
@@ -496,7 +472,7 @@ class WorkerPool:
         self._early.setdefault(_digest(data), []).append(call)
 
     def cancel_early(self) -> int:
-        """Cancel the calls of `submit_early` that `submit` has not taken over. Returns: their number."""
+        """Cancel the calls that `submit` has not taken over. Returns: their number."""
         calls = [call for same in self._early.values() for call in same]
         self._early = {}
         self._set_deadline(calls, -math.inf)
@@ -508,12 +484,7 @@ class WorkerPool:
         return len(calls)
 
     def set_deadline(self, answers: Iterable[Future[Answer]], deadline: float) -> None:
-        """Set the deadline of calls that were submitted without one.
-
-        Args:
-            answers: The results of `submit` for the calls.
-            deadline: In `time.monotonic` seconds.
-        """
+        """Set the deadline, in `time.monotonic` seconds, of calls that were submitted without one."""
         chosen = set(answers)
         self._set_deadline([SentCall(*sent) for sent in list(self._pending.items()) if sent[1] in chosen], deadline)
 
@@ -568,7 +539,7 @@ def _listen(
 
 
 def _digest(data: bytes) -> bytes:
-    """Digest of a pickled call, which may be large (tests of programs)."""
+    """Digest of a pickled call."""
     return hashlib.sha256(data).digest()
 
 
@@ -578,7 +549,7 @@ def _lost_answer() -> Answer:
 
 
 def _close(control: Connection, process: subprocess.Popen[bytes], started_by: int) -> None:
-    """Stop the supervisor and its workers, including busy ones; does nothing in a fork of the training process."""
+    """Stop the supervisor and its workers, including busy ones, except in a fork of the training process."""
     if os.getpid() != started_by:
         return
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Base class of box rewards, and conversion of answer boxes and ground-truth boxes to the same units."""
+"""Base class of box rewards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BoxFrame(NamedTuple):
 
 
 class BoxReward(Reward):
-    """Base class of rewards that compare an answer's boxes with ground-truth boxes, for prompts with at most one image.
+    """Base class of box rewards, for prompts with at most one image.
 
     Args:
         answer_column: The data column with the ground-truth boxes. The reward does not apply to rows in which this
@@ -91,9 +91,9 @@ class BoxReward(Reward):
     ) -> list[float | None]:
         """Score completions.
 
-        The metric `reward/<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong.
-        It is not a failure in the sense of `WeightedReward.on_error`. The log of completions gets a column `boxes` with
-        the boxes of the answer and of the ground truth, in pixels of the image in the data.
+        The metric `reward/<name>/unreadable` is the fraction of answers that cannot be parsed. Such an answer is wrong,
+        but `WeightedReward.on_error` does not apply. The log of completions gets a column `boxes` with the boxes of
+        answer and ground truth, in pixels of the image in the data.
 
         Args:
             completions: [B].
@@ -151,10 +151,9 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None for a row without one. Raises: ValueError if it is invalid."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth, for `check_row` and the log of completions.
+        """The boxes of a parsed ground truth.
 
-        By default, there are none. If a subclass does not override this method, `check_row` checks no boxes. The boxes
-        are then checked only when the reward is called.
+        By default, there are none, and `check_row` checks no boxes.
         """
         return ()
 
@@ -172,15 +171,10 @@ class BoxReward(Reward):
 
 
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
-    """Make a prompt's `BoxFrame`, which converts answer boxes and ground-truth boxes to the same units.
+    """Make a prompt's `BoxFrame`.
 
-    Conversion between coordinate systems needs the image size. If the prompt has no image, answers and ground truth
-    must therefore use the same coordinate system. Without an image, "original" boxes are not clipped.
-
-    Args:
-        views: The images of the prompt.
-        given: Coordinate system of the boxes in answers: "auto", "original", "resized" or "norm1000".
-        right: Coordinate system of the ground-truth boxes: "original" or "norm1000".
+    Without an image, answers and ground truth must use the same coordinate system, and "original" boxes are not
+    clipped.
 
     Raises:
         ValueError: If there are several images, or no image although the image size is needed.
@@ -195,7 +189,7 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
     """Check that a prompt has one image, or none if no image size is needed.
 
-    `given` and `right` are the coordinate systems, as in `frame_of`. Raises: ValueError as in `frame_of`.
+    Raises: ValueError as in `frame_of`.
     """
     if num_images > 1:
         raise ValueError(
@@ -210,16 +204,11 @@ def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordi
 
 
 def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> None:
-    """Check that a ground-truth box overlaps its image.
-
-    Args:
-        box: The box in the units of the data.
-        scale: Pixels per unit.
-        size: Width and height of the image, in pixels; None if unknown.
+    """Check that a ground-truth box, in the units of the data, overlaps its image (`size` in pixels).
 
     Raises:
-        ValueError: If the box lies completely outside the image, has no area, or ends within the first pixel. In the
-            last case, its coordinates are probably fractions from 0 to 1.
+        ValueError: If the box lies outside the image, has no area, or ends within the first pixel (its coordinates are
+            probably fractions).
     """
     if size is not None and is_share(box, size):
         raise ValueError(
@@ -241,7 +230,7 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
 
 
 def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tuple[Scale, tuple[float, float] | None]:
-    """The scale of ground-truth boxes, and the size to which they are clipped. `size` is None without an image."""
+    """The scale of ground-truth boxes, and the size to which they are clipped."""
     if right == "original":
         return (1, 1), size
     if size is None:
@@ -250,7 +239,7 @@ def _right_units(size: tuple[float, float] | None, right: GoldCoordinates) -> tu
 
 
 def _scale(view: ImageView, coordinates: GivenCoordinates) -> Scale:
-    """The size of one unit of a coordinate system, in pixels of the image in the data."""
+    """The size of one unit, in pixels of the image in the data."""
     if coordinates == "original":
         return 1, 1
     return view.scale if coordinates == "auto" else dataclasses.replace(view, coordinates=coordinates).scale

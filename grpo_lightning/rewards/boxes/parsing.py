@@ -1,7 +1,6 @@
 """Parse the boxes in an answer: `[x1, y1, x2, y2]`, Qwen2-VL's `(x1,y1),(x2,y2)`, or JSON with boxes and labels.
 
-The JSON can be inside code fences. Completions are untrusted text, so all functions take linear time. They use `str`
-methods, call the JSON parser at most twice, and use a regular expression. Adjacent parts of this expression start with
+Completions are untrusted text, so all functions take linear time. Adjacent parts of the regular expression start with
 different characters, so that backtracking fails at once.
 """
 
@@ -42,7 +41,7 @@ def answer_of(text: str) -> str:
 
 
 def last_box(text: str) -> Box | None:
-    """The last box in a completion's answer (see `boxes_in`), inside JSON or not; None if there is none."""
+    """The last box in a completion's answer (see `boxes_in`); None if there is none."""
     found = boxes_in(answer_of(text))
     return found[-1] if found else None
 
@@ -58,10 +57,10 @@ def boxes_in(answer: str) -> list[Box | None]:
 def detections(text: str) -> list[Detection] | None:
     """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
-    The list is JSON. It can be inside the last code fences of the answer or without fences, and words can surround it.
-    Its items have the form `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`. A single item that is not in a list is
-    accepted, too. An item that is only a box counts as an object without a label, and an item of any other form counts
-    as an object without a box. If the answer is the text `None`, `null` or `[]`, the result is an empty list.
+    The list is JSON, with or without code fences or surrounding words. Its items have the form `{"bbox_2d": [x1, y1,
+    x2, y2], "label": "..."}`. A single item is accepted without a list. An item that is only a box counts as an object
+    without a label, and an item of any other form counts as an object without a box. If the answer is the text `None`,
+    `null` or `[]`, the result is an empty list.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":
@@ -75,7 +74,7 @@ def detections(text: str) -> list[Detection] | None:
 
 
 def has_json_box(answer: str) -> bool:
-    """Whether an answer is a JSON object with a box, or a list with one. Code fences around the JSON are allowed."""
+    """Whether an answer is a JSON object with a box, or a list with one."""
     answer = answer.strip()
     value = _parse_json(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]
@@ -85,13 +84,7 @@ def has_json_box(answer: str) -> bool:
 def gold_box(answer: Any, column: str) -> Box | None:
     """Parse the ground-truth box of a row from four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
 
-    Args:
-        answer: The value of the column. A text can have answer tags around the box (VLM-R1's
-            `<answer> [1, 2, 3, 4] </answer>`).
-        column: The data column, for messages.
-
-    Returns:
-        The box; None if the value is None or an empty string.
+    Answer tags around a text are allowed (VLM-R1). For None or an empty string, the result is None.
 
     Raises:
         ValueError: If `answer` is not exactly one box, or the box has no area.
@@ -112,12 +105,7 @@ def gold_box(answer: Any, column: str) -> Box | None:
 def gold_detections(answer: Any, column: str) -> list[Detection] | None:
     """Parse the ground-truth objects of a row from mappings with `bbox_2d` and `label`, or text (see `detections`).
 
-    Args:
-        answer: The value of the column. For `[]` or the string "None", the result is an empty list.
-        column: The data column, for messages.
-
-    Returns:
-        The objects; None if `answer` is None (not the string "None") or an empty string.
+    `[]` and the string "None" mean no objects. For the value None or an empty string, the result is None.
 
     Raises:
         ValueError: If `answer` is not a list of objects, or an object has no label, no box, or a box without area.
@@ -148,7 +136,7 @@ def _in_fences(answer: str) -> str:
 
 
 def _parse_json(text: str) -> Any:
-    """Parse JSON; `_INVALID` if it is not valid. Integers become floats, so that a huge integer becomes infinity."""
+    """Parse JSON, or return `_INVALID`. Integers become floats, so that a huge integer becomes infinity."""
     try:
         return json.loads(text, parse_int=float)
     except (ValueError, RecursionError):  # RecursionError: too many nested brackets

@@ -1,4 +1,4 @@
-"""Box rewards: IoU for referring expressions, and detection rewards for listed objects, as in VLM-R1."""
+"""Box rewards of VLM-R1: IoU for referring expressions, and detection rewards."""
 
 from __future__ import annotations
 
@@ -31,24 +31,15 @@ from grpo_lightning.rewards.text import Format, Repetition
 class IoU(BoxReward):
     """Intersection over union of the answer's box and the ground-truth box.
 
-    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. If the completion has no
-    answer tags, the box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The
-    numbers may be integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels
-    of the original image (the image before it is resized for the policy) and clipped to this image. The reward is 0 if
-    there is no box, or if the box is inverted or empty.
-
-    VLM-R1's `iou_reward` differs in these points:
-
-    - It sets the IoU to 0 if the overlap is at most one unit wide or high.
-    - It reads only integers.
-    - It reads the first box instead of the last.
-    - For Qwen models, it converts boxes with a patch size of 14 pixels, whatever the model's patch size is.
-    - It returns 0 if the comparison of the boxes raises an error.
+    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. Without answer tags, the
+    box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The numbers may be
+    integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels of the
+    original image (the image before it is resized for the policy) and clipped to this image. The reward is 0 if there
+    is no box, or if the box is inverted or empty. VLM-R1's `iou_reward` differs (see docs/vision.md).
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
-            `[x1, y1, x2, y2]`. The box is clipped to the image. The reward does not apply to a row in which this column
-            is None or an empty string.
+            `[x1, y1, x2, y2]`. The reward does not apply to a row in which this column is None or an empty string.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
         threshold: The reward is 1 if the IoU is above `threshold`, else 0. With None, the reward is the IoU itself.
@@ -90,7 +81,7 @@ class IoU(BoxReward):
         return [] if given is None else [given]
 
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
-        """Compute the IoU. With a threshold, return 1 if the IoU is above the threshold, and 0 if not."""
+        """Compute the IoU."""
         overlap = iou(frame.answer_boxes([given]), frame.gold_boxes([right])).item()
         return overlap if self.threshold is None else float(overlap > self.threshold)
 
@@ -100,14 +91,12 @@ class FormatRec(Reward):
 
     Only whitespace is allowed around and between the two parts. Each tag must occur exactly once.
 
-    VLM-R1's `format_reward_rec` is a regular expression that can take minutes on a few thousand characters. It refuses
-    decimals, negative numbers and a space after `[`. It accepts text around the tags, invalid JSON, and an object with
-    its closing brace after `</answer>`.
+    VLM-R1's `format_reward_rec` differs (see docs/vision.md).
 
     Args:
-        needs_json: True if the answer must be JSON, with or without ```json fences. The JSON must then be an object
-            with a box, or a list that contains one (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the
-            answer is enough (VLM-R1 for InternVL).
+        needs_json: True if the answer must be JSON, with or without ```json fences: an object with a box, or a list
+            with such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the answer is enough (VLM-R1
+            for InternVL).
         prompt_opens_first: As in `Format`.
     """
 
@@ -135,13 +124,7 @@ class FormatRec(Reward):
 
 
 class DetectionReward(BoxReward):
-    """Base class of rewards for answers that list objects.
-
-    Args:
-        answer_column: As in `BoxReward`.
-        coordinates: As in `BoxReward`.
-        gold_coordinates: As in `BoxReward`.
-    """
+    """Base class of rewards for answers that list objects."""
 
     def right(self, answer: Any) -> list[Detection] | None:
         """Parse the row's objects. Raises: ValueError if they cannot be parsed."""
@@ -162,7 +145,7 @@ class DetectionReward(BoxReward):
     def compare(self, given: list[Detection] | None, right: list[Detection], frame: BoxFrame) -> float:
         """Score an answer.
 
-        The score is 0 if the answer could not be parsed. It is 1 if both lists are empty, and 0 if only one is empty.
+        An unparsable answer gets 0. Two empty lists get 1. One empty list gets 0.
         """
         if given is None:
             return 0.0
@@ -170,7 +153,7 @@ class DetectionReward(BoxReward):
 
     @abstractmethod
     def match(self, given: list[Detection], right: list[Detection], frame: BoxFrame) -> float:
-        """Give a list of objects a score from 0 to 1. Both lists have at least one object."""
+        """Score from 0 to 1; both lists have at least one object."""
 
 
 class DetectionMAP(DetectionReward):
@@ -178,17 +161,15 @@ class DetectionMAP(DetectionReward):
 
     The answer of a completion is the content of its last `<answer>...</answer>`. Without these tags, it is the text
     after `</think>`. The answer must contain a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be the
-    word `None`, which lists no object. If neither the answer nor the ground truth lists an object, the reward is 1. If
-    one of them lists objects and the other lists none, the reward is 0. An object without a label or without four
-    numbers is a false positive. Labels are compared case-insensitively.
+    word `None`, which lists no object. If both the answer and the ground truth list no object, the reward is 1. If only
+    one of them lists objects, the reward is 0. An object without a label or without four numbers is a false positive.
+    Labels are compared case-insensitively.
 
-    Average precision ranks the boxes of each label. The boxes of an answer have no scores, so they are ranked in the
-    order in which the answer lists them. Therefore a wrong object does not lower the reward if it is listed after the
-    last correct object of its label. `OdLength` penalizes these objects.
+    Average precision ranks the boxes of each label, here in the order in which the answer lists them. A wrong object
+    does not lower the reward if it is listed after the last correct object of its label. `OdLength` penalizes these
+    objects.
 
-    VLM-R1 differs in three points. It drops objects with labels that are not in the ground truth, so listing these
-    objects costs nothing. It treats an unparsable answer as an empty list. It does not convert the boxes of an answer
-    to pixels of the original image (the image before it is resized for the policy).
+    VLM-R1 differs (see docs/vision.md).
 
     Args:
         answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or
@@ -250,14 +231,12 @@ class WeightedSum(DetectionReward):
         r = ((p * s + l * k) / m + c * (1 - ((m - t) / m + (n - t) / n) / 2)) / (p + l + c)
 
     The answer has n objects, the ground truth has m objects, and t pairs of objects are matched. The label is correct
-    in k of these pairs, and s is the sum of the IoUs of these k pairs. The weights are p, l and c. Pairs are matched
-    greedily, from the largest IoU down to `iou_threshold`. Each object is matched at most once. Among pairs of equal
-    IoU, pairs with the correct label come first.
+    in k of these pairs, and s is the sum of the IoUs of these k pairs. Pairs are matched greedily, from the largest IoU
+    down to `iou_threshold`, and each object at most once. Among pairs of equal IoU, pairs with the correct label come
+    first.
 
     Objects are parsed as in `DetectionMAP`. The reward is 1 if neither the answer nor the ground truth lists an object.
-    VLM-R1 differs in two points. If an object has no label, VLM-R1 gives it the label of the previous object. VLM-R1
-    does not convert the boxes of an answer to pixels of the original image (the image before it is resized for the
-    policy).
+    VLM-R1 differs (see docs/vision.md).
 
     Args:
         answer_column: As in `DetectionMAP`.
@@ -328,11 +307,10 @@ class BoxRepetition(Reward):
         r = (1 - unique objects / objects) * max_penalty
 
     Two objects are equal if their boxes and their labels are equal. Objects are parsed as in `DetectionMAP`. If the
-    answer has no boxes, `Repetition` scores the text of the completion. In contrast to this reward, VLM-R1 reads JSON
-    only in ```json fences.
+    answer has no boxes, `Repetition` scores the text of the completion.
 
     Args:
-        n_grams: Length of the n-grams, in words. It is used only if the answer has no boxes.
+        n_grams: Words per n-gram, for an answer without boxes.
         max_penalty: As in `Repetition`.
     """
 

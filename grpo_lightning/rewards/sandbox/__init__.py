@@ -1,1 +1,1 @@
-"""Sandbox for untrusted programs, with kernel isolation, limits, and expected answers that programs cannot reach."""
+"""Sandbox for untrusted programs."""

@@ -27,10 +27,10 @@ from grpo_lightning.rewards.sandbox import values
 log = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
-"""Time limit for the start of a launcher, which takes 0.03 s on an idle machine."""
+"""Time limit for the start of a launcher."""
 
 GRACE_SECONDS = 5.0
-"""A launcher is killed if it has not answered this many seconds after the time limit of a job."""
+"""Time after a job's time limit at which a silent launcher is killed."""
 
 # Empty modules replace the parent packages, which would import torch.
 START_LAUNCHER = """
@@ -45,7 +45,7 @@ main(*map(int, sys.argv[2:]))
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself does not work, and the program is not the cause."""
+    """The sandbox itself does not work."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Limits:
     """Limits and settings of a sandbox."""
 
     memory_bytes: int = 2**29
-    """Address space that a program may reserve in addition to that of the interpreter."""
+    """Address space that a program may reserve in addition to the interpreter's."""
 
     preamble: str = ""
     """Python code that runs before the code of every program."""
@@ -64,20 +64,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job (one run of the program, or of test code) ended."""
+    """How a job ended."""
 
     how: str
     """"exit", "timeout", "output" (too long), "threads" (too many) or "lost" (its launcher was killed)."""
 
     status: int = 0
-    """Exit status of the process, or minus the number of the signal that ended it."""
+    """Exit status, or minus the number of the signal."""
 
     output: bytes = b""
-    """Standard output of the program, the answer to a call, or the verdict of test code."""
+    """Standard output, the answer to a call, or the verdict of test code."""
 
     @property
     def problem(self) -> str:
-        """Why the job failed, or an empty text if it exited with status 0."""
+        """Why the job failed; empty if it exited with status 0."""
         if self.how != "exit":
             return _PROBLEMS[self.how]
         if self.status < 0:
@@ -96,9 +96,8 @@ _PROBLEMS = {
 class Sandbox:
     """Runs one program any number of times, each time in new processes.
 
-    The constructor starts a launcher process, which forks the processes of every run. `run_main` and `call` need one
-    process, for the program. `judge` needs two processes, one for the program and one for the test code. If the
-    launcher has ended or does not answer, a new launcher replaces it.
+    The constructor starts a launcher process, which forks the processes of every run. A launcher that has ended or does
+    not answer is replaced.
 
     Args:
         program: Python code, untrusted.
@@ -118,7 +117,7 @@ class Sandbox:
         self._start()
 
     def _start(self) -> None:
-        """Start the launcher. Raises: SandboxError if it does not start, or if programs cannot be sandboxed here."""
+        """Start the launcher. Raises: SandboxError if this fails."""
         ours, theirs = multiprocessing.Pipe()
         tests = os.memfd_create("tests") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDONLY)
         folder = tempfile.mkdtemp(prefix="grpo-lightning-")  # the launcher's working folder, which it removes at once
@@ -167,7 +166,7 @@ class Sandbox:
         Args:
             stdin: The program's standard input.
             seconds: Time limit.
-            max_output: Maximum size of the output, in bytes. A program that prints more is stopped.
+            max_output: Output in bytes above which the program is stopped.
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -180,13 +179,13 @@ class Sandbox:
         """Load the program, and call one of its functions or a method of its class `Solution`.
 
         Args:
-            function: The name of the function or method.
+            function: Name of the function or method.
             arguments: Positional arguments, of builtin types.
             seconds: Time limit for loading and calling together.
             max_output: Limit for the encoded value, in bytes.
 
         Returns:
-            (how the job ended, the returned value, ""). If there is no value: (how the job ended, None, the reason).
+            (how the job ended, the value, ""), or (how the job ended, None, the reason).
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -215,8 +214,8 @@ class Sandbox:
             seconds: Time limit.
 
         Returns:
-            (how the job ended, outcome, reason). The outcome is "passed", "failed" or "unsupported". It is
-            "unsupported" if the test calls the program with an argument that cannot be copied.
+            (how the job ended, outcome, reason). The outcome is "passed", "failed" or "unsupported" (an argument cannot
+            be copied).
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -229,7 +228,7 @@ class Sandbox:
         return ended, str(verdict["outcome"]), str(verdict["text"])
 
     def close(self) -> None:
-        """Kill the launcher. The kernel then kills the launcher's children, too."""
+        """Kill the launcher."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -256,12 +255,7 @@ class Sandbox:
         return Ended(status["ended"], status["status"], output)
 
     def _ask(self, header: dict[str, Any], body: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Send a message and wait for the answer.
-
-        Raises:
-            SandboxError: If there is no answer within `seconds`.
-            EOFError, OSError: If the launcher has ended.
-        """
+        """Send a message and wait. Raises: SandboxError at the time limit; EOFError or OSError without a launcher."""
         self._control.send_bytes(json.dumps(header).encode() + b"\n" + body)
         if not self._control.poll(seconds):
             raise SandboxError(f"the launcher of programs did not answer within {seconds:g} s.")
@@ -284,15 +278,15 @@ for name, attempt in attempts.items():
     except OSError:
         pass
 """
-"""A program that tries forbidden actions, and prints those that the sandbox does not prevent."""
+"""A program that tries forbidden actions."""
 
 
 def check_sandbox(limits: Limits) -> list[str]:
     """Start a sandbox and try to break out of it.
 
     Returns:
-        The actions that the sandbox does not prevent. They are ["read a file"] if the kernel has no Landlock and
-        `limits.allow_file_reads` is true, and [] in all other cases.
+        The actions that the sandbox does not prevent: ["read a file"] if the kernel has no Landlock and
+        `limits.allow_file_reads` is true, otherwise [].
 
     Raises:
         SandboxError: If the sandbox does not start, or if any other attempt to break out succeeds.

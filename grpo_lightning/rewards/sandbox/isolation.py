@@ -1,8 +1,7 @@
 """Sandbox of one process on Linux: Landlock (files), seccomp (system calls) and resource limits.
 
 After `Isolation.enter`, a process can compute, start threads, and use the pipes that are already open. It can read
-Python's standard library, the system's shared libraries and three system files (`readable_paths`), and can read and
-write `/dev/null`. The kernel refuses everything else:
+`readable_paths`, and read and write `/dev/null`. The kernel refuses everything else:
 
 | it cannot | because |
 |---|---|
@@ -13,13 +12,12 @@ write `/dev/null`. The kernel refuses everything else:
 | signal or trace another process, or change the resource limits of another process | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Landlock and seccomp work without privileges and in containers. Landlock needs Linux 5.13. A kernel without Landlock is
-accepted only with `allow_file_reads`. A program can then read every file that its user can read, `/proc` included. The
-rows of the table that do not concern reading still hold. With and without Landlock, a program can see the names, sizes
-and dates of files (`stat`), the time, and the load of the machine.
+Landlock needs Linux 5.13, but no privileges. A kernel without Landlock is accepted only with `allow_file_reads`. A
+program can then read every file that its user can read, `/proc` included. The rows of the table that do not concern
+reading still hold. Even with Landlock, a program can see the names, sizes and dates of files (`stat`), the time, and
+the load of the machine.
 
-This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
-packages.
+This module imports only the standard library, because the launcher runs without installed packages.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ import struct
 import sys
 
 MAX_THREADS = 64
-"""Maximum number of threads of a program. The launcher stops a program that starts more."""
+"""Maximum number of threads of a program."""
 
 STACK_BYTES = 64 * 2**20
-"""Maximum size of the main thread's stack. It is large because contest programs recurse deeply."""
+"""Maximum size of the main thread's stack, large because contest programs recurse deeply."""
 
 MAX_FILES = 64
 """Maximum number of open file descriptors."""
@@ -112,11 +110,10 @@ class IsolationError(RuntimeError):
 
 
 class Isolation:
-    """The sandbox that the launcher prepares once, and that each of its child processes enters with `enter`.
+    """The sandbox that the launcher prepares once, and that each of its children enters.
 
     Args:
-        allow_file_reads: Continue without Landlock if the kernel lacks it. Programs can then read every file of this
-            user.
+        allow_file_reads: Continue without Landlock if the kernel lacks it.
 
     Raises:
         IsolationError: If this is not 64-bit Linux on x86_64 or aarch64, or if the kernel has no Landlock and
@@ -141,12 +138,10 @@ class Isolation:
     def enter(self, memory_bytes: int, cpu_seconds: int) -> None:
         """Restrict this process for the rest of its life.
 
-        Call this method while the process has only one thread, because Landlock and seccomp restrict only the calling
-        thread and the threads that it starts later.
+        Call this method while the process has only one thread. Landlock and seccomp do not restrict other threads that
+        already run.
 
-        Args:
-            memory_bytes: Address space that the process may reserve in addition to what it has now.
-            cpu_seconds: CPU time after which the kernel kills the process.
+        `memory_bytes` is in addition to the current address space.
 
         Raises:
             OSError: If the kernel refuses.
@@ -179,10 +174,7 @@ class Isolation:
             os._exit(1)
 
     def _drop_privileges(self) -> None:
-        """Drop all capabilities, with one exception.
-
-        If Landlock is on, root keeps the capability to read files. Landlock then restricts which files can be read.
-        """
+        """Drop all capabilities, except that root keeps the one to read files if Landlock restricts reading."""
         self._check(self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         kept = 1 << _CAP_DAC_READ_SEARCH if self.ruleset is not None and os.geteuid() == 0 else 0
         header = struct.pack("Ii", 0x20080522, 0)
@@ -192,11 +184,7 @@ class Isolation:
         raise OSError(ctypes.get_errno(), "the capabilities could not be dropped")
 
     def _make_ruleset(self) -> int:
-        """Make the Landlock ruleset. Returns: its file descriptor.
-
-        The ruleset allows three things: reading `readable_paths`, reading and writing `/dev/null`, and listing the
-        empty working folder. It refuses all other reads, writes and executions of files.
-        """
+        """Make the Landlock ruleset. Returns: its file descriptor."""
         abi = self.landlock_abi
         # Versions 2, 3 and 5 of Landlock each add a right for files. Version 4 adds a field for TCP, and version 6 adds
         # a field for signals and abstract sockets.
@@ -211,7 +199,7 @@ class Isolation:
         return ruleset
 
     def _allow(self, ruleset: int, path: str, access: int) -> None:
-        """Allow an access to a path and, if it is a folder, to everything in it; a missing path is skipped."""
+        """Allow an access to a path, or to everything in a folder; a missing path is skipped."""
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # any of the paths may be missing on some system
@@ -239,7 +227,7 @@ def architecture() -> str:
 
 
 def readable_paths() -> list[str]:
-    """The paths of the standard library without installed packages, of shared libraries, and of three system files."""
+    """The standard library without installed packages, shared libraries, and three system files."""
     library = os.path.dirname(os.__file__)
     hidden = {"site-packages", "dist-packages", "test", "ensurepip"}
     paths = [f"{library}/{name}" for name in os.listdir(library) if name not in hidden]
@@ -262,15 +250,12 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
-    """Assemble the seccomp filter, which allows a list of system calls, some of them only with certain arguments.
+    """Assemble the seccomp filter, which allows a list of system calls.
 
-    All other system calls fail with EPERM, except `clone3`. A filter cannot see the arguments of `clone3`, so this call
-    fails with ENOSYS, and libc then uses `clone`.
+    All other system calls fail with EPERM. `clone3` fails with ENOSYS, because a filter cannot see its arguments, and
+    libc then uses `clone`.
 
-    Args:
-        arch: "x86_64" or "aarch64".
-        pid: Id of this process. The filter lets the process send signals only to itself.
-        has_landlock: Whether Landlock is on. If not, no file can be opened for writing, not even `/dev/null`.
+    The process `pid` may signal only itself. Without Landlock, no file can be opened for writing, not even `/dev/null`.
     """
     column = list(_AUDIT_ARCH).index(arch)
     code: list[Instruction] = [
@@ -323,10 +308,9 @@ def _no_pointer(number: int) -> list[Instruction]:
 
 
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
-    """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
+    """Allow opening files for reading and, if Landlock restricts it by path, for writing.
 
-    Even with Landlock, opening for reading with O_TRUNC is refused: it would truncate the file, and Landlock before
-    Linux 6.2 does not check truncation.
+    O_TRUNC with reading is always refused: it truncates the file, which Landlock before Linux 6.2 does not check.
     """
     if has_landlock:
         return [

@@ -1,19 +1,18 @@
-"""Launcher of sandboxed programs: a small process that forks one or two children per test.
+"""Launcher of sandboxed programs: a process that forks one or two children per test.
 
 `sandbox/client.py` starts the launcher in a new interpreter without site packages. Therefore the launcher's memory
-holds neither the data nor the environment variables of the training run, and a child starts in a millisecond. Only the
-children execute the program, after `Isolation.enter`:
+holds neither the data nor the environment variables of the training run. Only the children execute the program, after
+`Isolation.enter`:
 
     reward worker  -- program, input -->  launcher  -- fork -->  program
                   <- status, output -              -- fork -->  tests (only for tests that are Python code)
 
-The reward worker sends jobs of three kinds:
+A job has one of three kinds:
 
 - "main" runs the program as `__main__` with a standard input, and returns its standard output.
-- "call" loads the program, and sends it one request, which calls a function (`sandbox/values.py`).
-- "judge" loads the program in one child, and runs test code in a second child. The test code calls the program's
-  functions through pipes. The test code comes from a file descriptor that only the second child reads. Neither the
-  launcher nor the program ever holds the test code in memory.
+- "call" loads the program, and calls one function (`sandbox/values.py`).
+- "judge" loads the program in one child, and runs test code in a second child. The test code calls the program through
+  pipes. Only the second child ever reads the test code.
 
 This module imports only the standard library and its siblings.
 """
@@ -47,30 +46,24 @@ PRELOADED = (
 """Modules that the launcher imports once for all children."""
 
 PROGRAM, TESTS = 0, 1
-"""Roles of a child: it runs either the program or the tests."""
+"""Roles of a child."""
 
 TICK_SECONDS = 0.01
-"""Interval at which the threads of a program are counted."""
+"""Interval at which a program's threads are counted."""
 
 VERDICT_BYTES = 65536
 """Maximum size of the tests' verdict, in bytes."""
 
 
 class Child(BaseException):
-    """Raised in a forked child to leave the launcher's loop. The child then does its task and ends normally."""
+    """Raised in a forked child to leave the launcher's loop."""
 
     def __init__(self, task: Callable[[], None]) -> None:
         self.task = task
 
 
 def main(control: int, tests: int, parent: int) -> None:
-    """Serve jobs until the reward worker closes the connection.
-
-    Args:
-        control: File descriptor of the connection to the reward worker.
-        tests: File descriptor of the test code. Only the child processes that run tests read it.
-        parent: Process id of the reward worker.
-    """
+    """Serve jobs until the reward worker closes the connection."""
     try:
         task = _serve_jobs(control, tests, parent)
     except Child as child:
@@ -114,13 +107,9 @@ def _nothing() -> None:
 
 
 def _open_input(body: bytes) -> tuple[int, int]:
-    """Open a standard input for a program: a file in memory, or a pipe if the system has or allows no such files.
+    """Open a program's standard input. Returns: the end to read, and the end to write (-1 for a file in memory).
 
     Programs of contests read the size of their input, which a pipe does not have.
-
-    Returns:
-        Two file descriptors: the end that the program reads, and the end of the pipe to which `body` must be written;
-        -1 if there is no pipe.
     """
     if not hasattr(os, "memfd_create"):
         return os.pipe()
@@ -131,14 +120,7 @@ def _open_input(body: bytes) -> tuple[int, int]:
 
 
 def _input_file(body: bytes) -> int:
-    """Make a file in memory that holds a standard input and cannot be changed.
-
-    Returns:
-        Its file descriptor.
-
-    Raises:
-        OSError: If the system does not allow such a file.
-    """
+    """Make a file in memory that cannot be changed. Raises: OSError if the system does not allow this."""
     file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         left = memoryview(body)
@@ -169,41 +151,30 @@ def _receive(control: int) -> tuple[dict[str, Any], bytes]:
 
 
 class Launcher:
-    """Runs jobs in sandboxed children.
-
-    Args:
-        isolation: The sandbox.
-        setup: A dictionary. `memory_bytes` is the memory limit of each child. `preamble` is Python code that runs
-            before `source`.
-        source: Source code of the untrusted program that every job runs.
-        tests: File descriptor of the file with the test code.
-    """
+    """Runs jobs in sandboxed children. `setup` has the fields of `client.Limits`."""
 
     def __init__(self, isolation: Isolation, setup: dict[str, Any], source: str, tests: int) -> None:
         self.isolation, self.setup, self.source, self.tests = isolation, setup, source, tests
         self.process = os.getpid()
         self.entered = mmap.mmap(-1, 2)
-        """Bytes shared with the children, at the indices PROGRAM and TESTS. A child sets its byte to 1 once it is in
-        the sandbox."""
+        """Bytes shared with the children. A child sets its byte (PROGRAM or TESTS) to 1 once it is in the sandbox."""
 
     def run(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a job.
 
         Args:
-            job: A dictionary with `kind` ("main", "call" or "judge"), `seconds` (the time limit) and `max_output` (the
-                limit of the output in bytes). A "judge" job also has `place` and `size`, the offset and length of its
-                test code in the file of the descriptor `tests`.
-            body: The program's standard input in a "main" job, the request in a "call" job, and empty in a "judge" job.
+            job: A dictionary with `kind`, `seconds` (the time limit) and `max_output` (in bytes). A "judge" job also
+                has `place` and `size`, the offset and length of its test code in the file `tests`.
+            body: The standard input of a "main" job, or the request of a "call" job.
 
         Returns:
-            Two values: a dictionary that describes how the child ended, and the child's output. In a "judge" job, the
-            child is the process that runs the tests. In all other jobs, it is the process that runs the program. In the
-            dictionary, `ended` is "exit", "timeout", "output" (the output was too long) or "threads" (the program had
-            too many threads). `status` is the exit status, or minus the number of the signal that ended the child.
+            How the program (in a "judge" job, the tests) ended, and the output. In the dictionary, `ended` is "exit",
+            "timeout", "output" (too long) or "threads" (too many). `status` is the exit status, or minus the number of
+            the signal.
 
         Raises:
             OSError: If a child could not be started.
-            Child: Only in a forked process. This exception ends that process's copy of the launcher's loop.
+            Child: In a forked process.
         """
         seconds = job["seconds"]
         if job["kind"] == "judge":
@@ -251,9 +222,7 @@ class Launcher:
     def _fork(self, role: int, wanted: list[int | None], seconds: float, task: Callable[[], None]) -> int:
         """Fork a child that enters the sandbox. The file descriptors `wanted` become its descriptors 0, 1, ...
 
-        In place of a descriptor that is None, the child gets `/dev/null`. In the launcher, this method returns the
-        child's process id. In the child, it raises the exception `Child`, so that the child leaves its copy of the
-        launcher's loop.
+        None stands for `/dev/null`. Returns: the child's process id, in the launcher. Raises: Child, in the child.
         """
         self.entered[role] = 0
         pid = os.fork()
@@ -282,7 +251,7 @@ class Launcher:
     def _run_main(self) -> None:
         """Run the program as a script.
 
-        The child ends as any Python script does: it waits for threads, runs exit handlers, and closes open files.
+        The child ends as any Python script does (threads, exit handlers, open files).
         """
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -308,20 +277,10 @@ class Launcher:
         exec(compile(self.source, "program.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
     def _watch(self, pid: int, exchange: Exchange, program: int, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Wait until the child `pid` ends; kill it at the time limit, the output limit or the thread limit.
+        """Wait until the child `pid` ends; kill it at the time, output or thread limit. Returns and raises as `run`.
 
-        Args:
-            pid: Process id of the child that writes the output.
-            exchange: The input and output of the child `pid`.
-            program: Process id of the child that runs the program. If this child has more than `MAX_THREADS` threads,
-                the child `pid` is killed. In a "main" or "call" job, `pid` and `program` are the same child.
-            seconds: Time limit.
-
-        Returns:
-            As in `run`.
-
-        Raises:
-            OSError: If the child `pid` did not enter the sandbox.
+        The thread limit is that of `program`, the child that runs the program. In a "judge" job, `pid` is another
+        child.
         """
         stop = time.monotonic() + seconds
         with exchange:
@@ -350,14 +309,7 @@ class Launcher:
 
 
 class Exchange:
-    """Context that feeds a child its input, collects its output, and closes both pipes at the end.
-
-    Args:
-        take: File descriptor of the output.
-        limit: Maximum size of the output, in bytes.
-        give: File descriptor of the input; -1 if there is no input.
-        body: The input.
-    """
+    """Context that feeds a child its input, collects its output, and closes both pipes at the end."""
 
     def __init__(self, take: int, limit: int, give: int = -1, body: bytes = b"") -> None:
         self.take, self.limit, self.give, self.left = take, limit, give, memoryview(body)
@@ -371,14 +323,14 @@ class Exchange:
             self._poller.register(give, select.POLLOUT)
 
     def __enter__(self) -> None:
-        """Do nothing: the pipes are open already."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
         os.close(self.take)
         self._close_input()
 
     def step(self, seconds: float) -> str:
-        """Wait for the pipes, and read or write once. Returns: "output" if the output is too long, otherwise ""."""
+        """Wait, and read or write once. Returns: "output" if the output is too long, otherwise ""."""
         for descriptor, _ in self._poller.poll(seconds * 1000):
             if descriptor == self.give:
                 self._feed()
@@ -410,7 +362,7 @@ class Exchange:
 
 
 def _poll_exit(pid: int, seconds: float) -> tuple[bool, int]:
-    """Wait for the end of a child that has closed its output. Returns: whether it has ended, and its status."""
+    """Wait until a child ends. Returns: whether it has ended, and its status."""
     stop = time.monotonic() + seconds
     pause = 0.0002
     while True:
@@ -449,7 +401,7 @@ def _hide_package() -> None:
 
 
 def _judge_program(place: int, size: int) -> NoReturn:
-    """Run one test, and write the verdict. The program's functions are called through file descriptors 3 and 4."""
+    """Run one test, and write the verdict. File descriptors 3 and 4 lead to the program."""
     test = json.loads(os.pread(5, size, place))
     os.close(5)
     outcome, text = run_test(test, values.ask_through(4, 3))
@@ -461,10 +413,7 @@ def _judge_program(place: int, size: int) -> NoReturn:
 def run_test(test: dict[str, Any], call_program: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
     """Run test code.
 
-    Args:
-        test: A dictionary. `setup` and `code` are Python code, run in this order. `names` are the names that the
-            program defines. `modules` are the modules to import.
-        call_program: Sends a request to the program and returns its answer.
+    `test` has the fields of `code_rows.Code`.
 
     Returns:
         ("passed", ""), ("failed", why) or ("unsupported", why).

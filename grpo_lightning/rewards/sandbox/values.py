@@ -1,14 +1,12 @@
-"""Copy values of builtin types between processes as JSON, and call functions in another process.
+"""Copy builtin values between processes as JSON, and call functions in another process.
 
-The table below lists the builtin types. If a program returns a value of such a type, or of a subclass, the tests get a
-copy of the value. The copy has the builtin type, so it has no methods that the program defines. An object of any other
-type is kept in the program's process, and the tests get a `Remote` for it. The tests can call the `Remote`, iterate
-over it, read and set its attributes, and pass it back to the program. Comparing the `Remote` raises an error.
+If a program returns a value of a type in the table, or of a subclass, the tests get a copy of the value. The copy has
+the builtin type. An object of any other type is kept in the program's process, and the tests get a `Remote` for it.
 
 | type | JSON |
 |---|---|
 | None, bool, str | as in JSON |
-| int | `["i", "0x1f"]`, hexadecimal, because this takes linear time for any length |
+| int | `["i", "0x1f"]` (hexadecimal takes linear time) |
 | float, complex | `["f", "0x1.8p+0"]`, `["c", real, imag]` |
 | bytes | `["b", "00ff"]` |
 | list, tuple, set, frozenset | `["l", [...]]`, `["t", [...]]`, `["s", [...]]`, `["z", [...]]` |
@@ -16,11 +14,10 @@ over it, read and set its attributes, and pass it back to the program. Comparing
 | range | `["r", [start, stop, step]]` |
 | all others | `["o", place, type]` |
 
-In the last row, `place` identifies the object by its index among all kept objects, or by its global name. `type` is the
-name of the object's type, but is empty in a message from the tests.
+`place` is the index among the kept objects, or a global name. `type` is the name of the object's type (empty if the
+tests send it).
 
-This module imports only the standard library, because the launcher (`sandbox/launcher.py`) runs without installed
-packages.
+This module imports only the standard library, because the launcher runs without installed packages.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ MAX_FRAME = 16 * 2**20
 """Maximum size of one message between the tests and the program, in bytes."""
 
 MAX_EQUAL_HASHES = 100
-"""Maximum number of keys of a dictionary, or of items of a set, with the same hash. The time to build a dictionary or a
-set grows with the square of the number of equal hashes."""
+"""Maximum number of keys of a dictionary, or of items of a set, with the same hash. Equal hashes take quadratic
+time."""
 
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
 """The errors that `decode` raises for data that is not an encoding of a value."""
@@ -55,16 +52,13 @@ class PlainError(Exception):
 
 
 class ProgramError(Exception):
-    """Raised in tests if the program ended, raised an exception of a type it defines, or returned an unusable value."""
+    """Raised in tests if the program ended, raised its own exception, or returned an unusable value."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode a value for JSON. A value of a subclass is encoded as a value of the builtin type.
+    """Encode a value for JSON, as a value of the builtin type.
 
-    Args:
-        value: Any object.
-        keep: Function that is called with every part of `value` whose type is not in the table of this module. It
-            returns the encoding of this part, or raises an error.
+    `keep` encodes the parts of types that are not in the table of this module.
 
     Raises:
         RecursionError: If `value` is nested too deeply, or contains itself.
@@ -99,10 +93,7 @@ def _encode_scalar(value: complex | bytes | bytearray) -> list[str]:
 def decode(data: Any, find: Callable[[Any, str], Any]) -> Any:
     """Decode a value.
 
-    Args:
-        data: The result of `encode` in another process. The other process may be untrusted.
-        find: Function that is called for every `["o", place, type]` in `data`, with `place` and `type` as arguments. It
-            returns the decoded value of this part (the object itself, or a `Remote` for it), or raises an error.
+    `data` may be from an untrusted process. `find` decodes each `["o", place, type]`.
 
     Raises:
         MALFORMED: If `data` is not an encoding of a value.
@@ -139,7 +130,7 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raise PlainError. `encode` and `decode` get this function if only the table's builtin types are allowed."""
+    """Raise PlainError: the `keep` or `find` that allows only the types in the table."""
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 
@@ -188,14 +179,9 @@ def read_exactly(descriptor: int, size: int) -> bytes:
 
 
 def serve(namespace: dict[str, Any], problem: BaseException | None, requests: int, answers: int) -> None:
-    """Call the functions of a program for another process, until that process closes its end of the pipe.
+    """Call the functions of a program for another process, until the pipe is closed.
 
-    Args:
-        namespace: The program's global names.
-        problem: The exception that ended the program early, or None if there was none. Every request is then answered
-            with this exception.
-        requests: File descriptor to read requests from.
-        answers: File descriptor to write answers to.
+    If `problem` is not None, it is the answer to every request.
     """
     kept: list[Any] = []
 
@@ -228,7 +214,7 @@ def serve(namespace: dict[str, Any], problem: BaseException | None, requests: in
 
 
 def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Perform a request in the program's process. Returns: the answer. Raises: whatever the program raises."""
+    """Perform a request. Raises: whatever the program raises."""
     target = find(request["target"], "")
     if request["do"] == "get":
         return {"value": encode(getattr(target, request["name"]), keep)}
@@ -252,8 +238,7 @@ def _perform(request: Any, keep: Callable[[Any], Any], find: Callable[[Any, str]
 class Remote:
     """Placeholder for an object of the program, identified by its global name or by its index in `kept` of `serve`.
 
-    Comparing a `Remote`, or using it as a condition, raises an error, because only values of builtin types are allowed
-    to decide a test.
+    Comparing a `Remote`, or using it as a condition, raises an error, because only builtin values may decide a test.
     """
 
     def __init__(self, call_program: Callable[[dict[str, Any]], Any], place: str | int, kind: str) -> None:
@@ -294,13 +279,13 @@ class Remote:
 
 
 def _parts(remote: Remote) -> tuple[Callable[[dict[str, Any]], Any], str | int, str]:
-    """The function that sends requests to the program, the object's name or index, and the name of its type."""
+    """(Function that sends requests, name or index of the object, name of its type)."""
     parts: tuple[Callable[[dict[str, Any]], Any], str | int, str] = object.__getattribute__(remote, "_remote")
     return parts
 
 
 def _not_plain(remote: Remote) -> ProgramError:
-    """The error for an object of the program where a value of a builtin type is needed."""
+    """The error for an object that is not of a builtin type."""
     return ProgramError(f"the program returned an object of type {_parts(remote)[2]!r}, which is not plain data")
 
 
@@ -318,7 +303,7 @@ def _receive(data: Any, call_program: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _update(argument: Any, new: Any) -> None:
-    """Copy the program's changes of a list, dictionary or set into the test's argument. Raises: ProgramError."""
+    """Copy the program's changes into the test's argument. Raises: ProgramError."""
     if type(argument) is not type(new) or not isinstance(argument, list | dict | set):
         raise ProgramError("the program's answer is malformed")
     argument.clear()
@@ -326,12 +311,7 @@ def _update(argument: Any, new: Any) -> None:
 
 
 def ask_through(requests: int, answers: int) -> Callable[[dict[str, Any]], Any]:
-    """Make a function that sends a request to the program and returns its answer, or raises the program's exception.
-
-    Args:
-        requests: File descriptor to write requests to.
-        answers: File descriptor to read answers from.
-    """
+    """Make a function that sends a request, and returns the answer or raises the program's exception."""
 
     def call_program(request: dict[str, Any]) -> Any:
         try:
@@ -354,11 +334,10 @@ _OF_THE_TESTS = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 def raised_error(answer: dict[str, Any]) -> Exception:
-    """Rebuild the exception that the program raised, from the program's answer to a request.
+    """Rebuild the exception that the program raised.
 
-    The result is a `ProgramError` if the type of the exception is not a builtin subclass of `Exception`, or if the
-    exception cannot be rebuilt from its text alone. A `ProgramError` also replaces an AssertionError or a StopIteration
-    of the program, because only the tests are allowed to raise an AssertionError, and because a StopIteration would end
+    The result is a `ProgramError` if the exception is not a builtin `Exception`, or cannot be rebuilt from its text. A
+    `ProgramError` also replaces an AssertionError, which only the tests may raise, and a StopIteration, which would end
     a `map` in the tests early.
     """
     name, text = str(answer["error"]), f"{answer.get('text')!s:.200}"
