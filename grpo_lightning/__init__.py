@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     __version__: str
 
 IMPORTED_AT = time.time()
-"""Unix time in seconds when this package was imported. The command line imports the package before anything else, so
-this is also the start time of a process of the command line."""
+"""Unix time in seconds when this package was imported. The command line imports the package before anything else."""
 
 __all__ = [
     "DatasetEntry",

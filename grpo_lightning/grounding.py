@@ -54,14 +54,7 @@ def as_box(boxes: Tensor) -> Box:
 def target_of(
     group: Group, answer_column: str, coordinates: GivenCoordinates = "auto", gold: GoldCoordinates = "original"
 ) -> Target | None:
-    """The ground-truth box of a group's prompt; None if the prompt does not have exactly one image and one box.
-
-    Args:
-        group: The prompt and its completions.
-        answer_column: The data column with the ground-truth box.
-        coordinates: The coordinate system of the completions' boxes, as in `BoxReward`.
-        gold: The coordinate system of the data (`gold_coordinates` of `BoxReward`).
-    """
+    """The ground-truth box of a group's prompt; None if the prompt does not have exactly one image and one box."""
     right = prompt_box(group.prompt, answer_column)
     return None if right is None else Target(right, frame_of(group.image_views, coordinates, gold))
 
@@ -80,13 +73,12 @@ class BoxMetric(Metric, ABC):
     """Base class of metrics that score the boxes of completions, and average the scores over all ranks.
 
     A prompt counts only if it has exactly one image and its `answer_column` contains exactly one box. Other prompts are
-    skipped with a warning. A completion without a box is not skipped, but counts as wrong.
+    skipped with a warning. A completion without a box counts as wrong.
 
     Args:
         answer_column: The data column with the ground-truth box.
-        coordinates: The coordinate system of the completions' boxes, as in `BoxReward`; "auto" is that of the policy's
-            model family.
-        gold_coordinates: The coordinate system of the data: "original" (pixels of the original image) or "norm1000".
+        coordinates: Coordinate system of the completions' boxes; "auto" is that of the policy's model family.
+        gold_coordinates: Coordinate system of the data: "original" (pixels of the original image) or "norm1000".
     """
 
     full_state_update = False
@@ -147,12 +139,12 @@ class BoxMetric(Metric, ABC):
 class MeanIoU(BoxMetric):
     """`iou`: the mean intersection over union of the predicted and the ground-truth box.
 
-    The reward `IoU` already logs the same mean under the same name, so use this metric for runs without that reward.
+    Use it for runs without the reward `IoU`, which logs the same mean under the same name.
     """
 
     @property
     def name(self) -> str:
-        """The name of the metric, the same as the reward's."""
+        """The same name as the reward's."""
         return "iou"
 
     def score(self, overlap: float) -> float:
@@ -163,8 +155,8 @@ class MeanIoU(BoxMetric):
 class RECAccuracy(BoxMetric):
     """`rec_accuracy@<threshold>`: fraction of completions whose IoU with the ground-truth box is above the threshold.
 
-    With a threshold of 0.5, this is the accuracy of referring expression comprehension (REC) on RefCOCO. As in VLM-R1's
-    evaluation, the IoU must exceed the threshold, and a completion without a box is wrong.
+    With a threshold of 0.5, this is the accuracy of referring expression comprehension (REC) on RefCOCO, as in VLM-R1's
+    evaluation. A completion without a box is wrong.
 
     Args:
         threshold: IoU above which a box is correct; at least 0 and below 1.
@@ -189,7 +181,7 @@ class RECAccuracy(BoxMetric):
 
     @property
     def name(self) -> str:
-        """The name of the metric, with the threshold."""
+        """The name with the threshold."""
         return f"rec_accuracy@{self.threshold:g}"
 
     def score(self, overlap: float) -> float:
@@ -201,7 +193,6 @@ class RECAccuracy(BoxMetric):
 def warn_once(message: str) -> None:
     """Log a warning only once.
 
-    The metric object cannot remember which warnings it has logged, because every validation creates a new object for
-    each loader and each kind of completion (sampled, greedy).
+    The metric cannot remember its warnings, because every validation creates new objects.
     """
     log.warning("%s", message)

@@ -1,18 +1,12 @@
 """GRPO as a LightningModule, which samples completions, scores them, computes advantages and updates the policy.
 
-Training runs in cycles. A cycle starts with a rollout: G completions are sampled for every prompt, scored, and compared
-within their group. The rollout is split into micro-batches, and each `training_step` of the cycle trains on one
-micro-batch. The module uses Lightning's automatic optimization, so gradient accumulation, gradient clipping,
-learning-rate schedules, `max_steps` and callbacks work as usual.
+Training runs in cycles. A cycle starts with a rollout, which samples and scores G completions for every prompt. The
+rollout is split into micro-batches, and each `training_step` of the cycle trains on one micro-batch. The module uses
+Lightning's automatic optimization, so its settings and callbacks work as usual.
 
 The defaults differ from the paper (arXiv:2402.03300) in two ways. First, the loss is the mean over all tokens of the
 optimizer step, not the mean of per-completion means (`Objective.aggregate`). Second, the log-ratio and the KL estimator
 k3 are bounded (`functional.losses`).
-
-Two optimizations save time without changing the loss or its gradient. First, on the extended path
-(`model.policy.scoring`), the model runs on each prompt once per group, not once per completion. Second, the model does
-not run on completions of advantage 0. The second optimization is off if the objective selects tokens, or has a KL term,
-an entropy term or a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -153,8 +147,7 @@ class GRPOLightningModule(L.LightningModule):
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
         tokenizer: The tokenizer, or the processor of a multimodal policy. It is required if the policy is a model or
-            config in memory. For other policies, it is optional. If you give one, it replaces the tokenizer or
-            processor of the policy.
+            config in memory. It replaces the tokenizer or processor of other policies.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
         environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
             policy can call (tools), a multi-turn function of ms-swift, or a class in TRL's style, with tools as
@@ -169,22 +162,20 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Builds the optimizer for the trainable parameters.
         scheduler: Builds the learning-rate schedule for the optimizer; null keeps the learning rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt: each rank samples a part of the G
-            completions and trains on this part. Meant for rollouts with fewer prompts than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt. Meant for rollouts with fewer prompts
+            than ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
             sampled from the current weights. With 1, the next rollout is sampled in the background while the policy
-            trains on the current rollout. The weights that sample a rollout are then one rollout older than the weights
-            at the start of training on this rollout. A value above 0 needs an engine that has a copy of the weights:
-            `VLLMEngine` in mode "server".
-        old_logprobs: Source of the old log-probs: "recompute" computes them with the policy's weights at the start of
-            training on the rollout; "rollout" uses the engine's log-probs.
-        dynamic_sampling: Settings of dynamic sampling, which replaces groups without a gradient by groups of new
-            prompts. A group has no gradient if its rewards have zero variance, or if all its tokens are masked. With
-            null, all groups are kept.
+            trains on the current rollout. A value above 0 needs an engine that has a copy of the weights: `VLLMEngine`
+            in mode "server".
+        old_logprobs: Source of the old log-probs: "recompute" (the policy at the start of training on the rollout) or
+            "rollout" (the engine).
+        dynamic_sampling: Settings of dynamic sampling, which replaces groups without a gradient (rewards of zero
+            variance, or all tokens masked) by groups of new prompts. Null keeps all groups.
         overlong_filter: How to treat truncated completions: "none" trains on them, and "loss" masks them in the loss.
-            "group" also masks them in the loss, and excludes their rewards from the mean and std of the group.
+            "group" also excludes their rewards from the mean and std of the group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
     """
 
@@ -271,7 +262,7 @@ class GRPOLightningModule(L.LightningModule):
         """True if `check_run` of the engine has found no problem."""
         self.is_connected = False
         self.hooks_run: set[str] = set()
-        """Names of the required hooks that have run; `checks.completed_hook` uses it."""
+        """Names of the required hooks that have run."""
         self.optimizer_settings: list[dict[str, Any]] = []
         """Settings of the optimizer's parameter groups, as `configure_optimizers` returned them."""
         self.requested_max_steps = -1
@@ -285,14 +276,12 @@ class GRPOLightningModule(L.LightningModule):
         self.warn_once = WarnOnce()
         self.metrics = StepMetrics()
         self.sources: list[str] = []
-        # Not strict, because checkpoints contain neither the frozen weights nor the reference: both are loaded or built
-        # again. `on_load_checkpoint` checks that all trained weights are there.
+        # Not strict, because checkpoints contain neither the frozen weights nor the reference. `on_load_checkpoint`
+        # checks that all trained weights are there.
         self.strict_loading = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the methods that a subclass or its mixins override.
-
-        There are three wrappers:
 
         - for a step of the algorithm (`checks.STEPS`): checks the type of the return value;
         - for a required hook of Lightning: also runs the module's own hook;
@@ -316,13 +305,11 @@ class GRPOLightningModule(L.LightningModule):
         """Load a module from a checkpoint, as Lightning does.
 
         A checkpoint contains no functions, no objects such as engine and environment, and no policy that was given as a
-        model in memory. Pass these arguments again. If one of them is not passed, it has its default, or one of the
-        errors below is raised.
+        model in memory. Pass these arguments again.
 
         Raises:
-            TypeError: If `rewards` is not passed, or a policy that was a model in memory. Both have no default.
-            ValueError: If a setting that was not a plain value is not passed, such as an `objective` of a subclass, or
-                if the environment of a run with an environment is not passed.
+            TypeError: If `rewards` is not passed, or a policy that was a model in memory.
+            ValueError: If a setting that was not a plain value, or the environment of the run, is not passed.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
@@ -338,7 +325,7 @@ class GRPOLightningModule(L.LightningModule):
         prompts = as_prompt_batch(batch)
         self.continue_cycle(prompts, batch_idx)
         if self.is_rollout_due(batch_idx):
-            # Frees the gradients' memory for sampling. Lightning itself zeroes gradients only after this method.
+            # Frees the gradients' memory for sampling. Lightning zeroes gradients only after this method.
             self.policy.zero_grad()
             rollout = self.sample_and_score(prompts.prompts)
             rollout = self.resample(rollout)
@@ -348,21 +335,18 @@ class GRPOLightningModule(L.LightningModule):
         return self.train_on(self.run.cycle.next())
 
     # The methods of this section are the steps of the algorithm. A subclass can override each of them without calling
-    # super(): logging, checkpoints and dynamic sampling do not depend on the code inside these methods.
+    # super().
 
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts.
 
-        If `max_staleness` is 0, all completions are sampled with the current weights. If `max_staleness` is above 0, a
-        prompt gets the group that was sampled for this prompt in the background with older weights. Missing groups are
-        sampled now (see `take_in_flight`).
+        If `max_staleness` is above 0, a prompt gets the group that was sampled in the background with older weights.
 
         Args:
             prompts: N prompts of this rank.
-            indices: Position of each of the N prompts among the prompts of this rollout on all ranks together. If
-                None, the prompts are numbered round-robin over the ranks (with `ranks_per_group`, over the teams of
-                ranks that share prompts). The seed of a prompt follows from its index, so that completions do not
-                depend on the number of ranks.
+            indices: Position of each prompt among the prompts of this rollout on all ranks. The seed of a prompt
+                follows from its position. If None, the prompts are numbered round-robin over the ranks (over the teams,
+                with `ranks_per_group`).
         """
         indices = self.teams.indices(len(prompts)) if indices is None else indices
         seeds = self.rollout_seeds(self.run.rollout_index, indices)
@@ -375,8 +359,8 @@ class GRPOLightningModule(L.LightningModule):
         """Run the rewards, and fill in `scores` and `rewards` [N, G] of the rollout."""
         with self.phase("reward"):
             scoring = self.begin_rewards(rollout.groups, self.num_generations)
-        # With dynamic sampling, some groups may still be replaced. The reference's log-probs are therefore computed in
-        # `start_cycle`, for the final groups only. If the KL is part of the rewards, the log-probs are needed now.
+        # With dynamic sampling, `start_cycle` computes the reference's log-probs, for the final groups only. If the KL
+        # is part of the rewards, the log-probs are needed now.
         if self.dynamic_sampling is None or self.objective.has_kl_reward:
             self.add_ref_logprobs(rollout)  # overlaps with the reward workers
         with self.phase("reward"):
@@ -411,10 +395,9 @@ class GRPOLightningModule(L.LightningModule):
 
     def split_rollout(self, rollout: Rollout) -> Cycle:
         """Cut the rollout into the micro-batches of its optimizer steps."""
-        # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions. If
-        # the KL is in the rewards, keeping them costs little, because hardly any advantage is 0. They are also kept if
-        # the objective selects tokens, because the selection compares the tokens of all completions. With a
-        # load-balancing loss they are kept, too, because all completions contribute to this loss.
+        # With a reference, completions of advantage 0 are kept, because `policy/kl` is measured on all completions.
+        # They are also kept if the objective selects tokens or has a load-balancing loss, because both depend on all
+        # completions.
         objective = self.objective
         is_on_all = objective.trains_on_zero_advantages or self.router_loss is not None
         skips = not (is_on_all or objective.needs_reference or objective.selection)
@@ -452,7 +435,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def actor(self) -> Actor:
-        """Bundle policy, reference and scorer into the object that computes the log-probs of a rollout."""
+        """Computes the log-probs of a rollout."""
         return Actor(
             policy=self.policy,
             reference=self.reference,
@@ -473,7 +456,7 @@ class GRPOLightningModule(L.LightningModule):
         return self._cycle_shape(self.trainer.accumulate_grad_batches)
 
     def sample_and_score(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
-        """Sample a rollout, score it, and log its metrics. Dynamic sampling calls this method again for new prompts.
+        """Sample a rollout, score it, and log its metrics.
 
         Raises:
             ValueError: If `score_rewards` did not return one reward per completion.
@@ -496,11 +479,7 @@ class GRPOLightningModule(L.LightningModule):
         return self._finish_rewards(rollout)
 
     def _finish_rewards(self, rollout: Rollout) -> Rollout:
-        """Check and log the result of `score_rewards`, subtract the KL, add turn credit, and exclude completions.
-
-        Raises:
-            ValueError: If `score_rewards` did not return one reward per completion.
-        """
+        """Check and log the result of `score_rewards`, subtract the KL, add turn credit, and exclude completions."""
         groups = rollout.groups
         rewards = per_completion(rollout.rewards, groups, name="rewards", verb="score_rewards")
         scores = Scores.of_totals(rewards) if rollout.scores is None else rollout.scores
@@ -515,7 +494,7 @@ class GRPOLightningModule(L.LightningModule):
         excluded = self.are_excluded(groups).view_as(rewards)
         if self.conversations is not None:
             self.conversations.add_turn_credit(groups, excluded)
-        # The module's own `score_rewards` has excluded these completions already, but an override of it need not.
+        # The module's own `score_rewards` has excluded these completions already, but an override need not.
         return Rollout(groups, scores, rewards.masked_fill(excluded, torch.nan))
 
     def are_excluded(self, groups: Sequence[Group]) -> Tensor:
@@ -524,23 +503,16 @@ class GRPOLightningModule(L.LightningModule):
         return excluded | are_truncated(groups) if self.overlong_filter == "group" else excluded
 
     def rollout_seeds(self, rollout_index: int, indices: Sequence[int]) -> list[int]:
-        """Derive one seed per prompt of a rollout, from the prompt's position among all prompts of the rollout."""
+        """Derive one seed per prompt, from the prompt's position among all prompts of the rollout."""
         return [derived_seed(run_seed(self.seed), "rollout", rollout_index, index) for index in indices]
 
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups that were sampled in the background for N prompts, and request the next cycles' groups.
 
-        For prompts that are not in flight, groups are sampled now. A prompt is not in flight in three cases:
-
-        - the run has just started or resumed;
-        - dynamic sampling has already used the prompts that were requested for this cycle;
-        - sampling in the background has failed.
-
-        Collective: all ranks must call this.
+        For prompts that are not in flight, groups are sampled now. Collective: all ranks must call this.
 
         Raises:
-            Exception: If sampling the missing groups fails. The error is raised on every rank. If groups are missing
-                because sampling in the background failed, the traceback also shows the error of that sampling.
+            Exception: If sampling the missing groups fails. The error is raised on every rank.
         """
         in_flight.forget(self.run.rollout_index - self.max_staleness)
         groups = in_flight.take(prompts, functools.partial(self.notify, "on_decode"))
@@ -586,9 +558,7 @@ class GRPOLightningModule(L.LightningModule):
                 in_flight.request(chosen, sample, self.run.rollout_index)
 
     def start_cycle(self, rollout: Rollout) -> None:
-        """Start training on a rollout.
-
-        This method notifies callbacks, adds reference and old log-probs, and makes the micro-batches.
+        """Notify callbacks of a rollout, add reference and old log-probs, and make the micro-batches.
 
         Raises:
             ValueError: If `compute_advantages` did not return one finite advantage per completion, or `split_rollout`
@@ -615,14 +585,14 @@ class GRPOLightningModule(L.LightningModule):
     def train_on(self, micro_step: MicroStep) -> Tensor:
         """Call `update`, and log the metrics of the optimizer step after its last micro-batch."""
         self.policy.train()
-        # A callback may unfreeze the vision tower inside a cycle, and freeze it again before the cycle's last step.
+        # A callback may unfreeze the vision tower inside a cycle, and freeze it again.
         if self.encoder.is_multimodal and is_tower_trained(self.policy) and self.run.cycle is not None:
             forget_features(self.run.cycle.micro_batches)
         if micro_step.opens_update:
             self.prepare_update(micro_step)
         self.notify("on_phase", "update")
         loss = self.update(micro_step)
-        # Logged here and not in `update`, so that it is logged for a subclass's `update`, too.
+        # Logged here, so that it is logged for a subclass's `update`, too.
         self.metrics.add_sum("policy/loss", loss.detach() / self.num_averaged)
         if self.router_loss is not None:
             add_router_loss(self.metrics, *self.router_loss.pop(), opens_update=micro_step.opens_update)
@@ -631,7 +601,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def prepare_update(self, micro_step: MicroStep) -> None:
-        """Run the step's micro-batches in an additional pass, if parts of the loss depend on all tokens of the step."""
+        """If parts of the loss depend on all tokens of the step, run its micro-batches in an additional pass."""
         if self.objective.selection is not None:
             passed = self.select_tokens(micro_step)[1:]
         elif self.router_loss is not None and micro_step.update[1:]:
@@ -642,21 +612,18 @@ class GRPOLightningModule(L.LightningModule):
             self.router_loss.begin([each.load for each in passed if each.load is not None])
 
     def select_tokens(self, micro_step: MicroStep) -> list[TokenLogprobs]:
-        """Select tokens of the coming optimizer step, in an additional pass over the micro-batches of the step."""
+        """Select tokens of the coming optimizer step, in an additional pass over its micro-batches."""
         step = run_seed(self.seed), self.run.rollout_index, micro_step.number
         return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def record_routing(self, micro_step: MicroStep) -> list[TokenLogprobs]:
-        """Record how tokens are routed to experts, in an additional pass over the step's micro-batches after the first.
-
-        The routing of the first micro-batch is recorded when the policy trains on it.
-        """
+        """Record the routing of tokens, in an additional pass over the step's micro-batches after the first."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
 
     def add_ref_logprobs(self, rollout: Rollout) -> None:
-        """If there is a reference, add its log-probs to the completions that do not have them yet."""
+        """Add the log-probs of the reference, if any, to the completions that lack them."""
         of_masked = self.objective.has_kl_reward
         if self.reference is None or not lacks_ref_logprobs(rollout.groups, of_masked=of_masked):
             return
@@ -665,7 +632,7 @@ class GRPOLightningModule(L.LightningModule):
         self.shared_groups.return_ref_logprobs(rollout.groups, parts)
 
     def report_empty_updates(self, rollout: Rollout, micro_batches: Sequence[MicroBatch]) -> None:
-        """Count the optimizer steps in which all advantages are 0, and warn once about each reason."""
+        """Count the optimizer steps in which all advantages are 0, and warn once per reason."""
         num_empty = num_empty_updates(micro_batches, self.updates_per_rollout)
         self.metrics.add("rollout/empty_updates", num_empty, self.updates_per_rollout)
         if num_empty:
@@ -697,7 +664,7 @@ class GRPOLightningModule(L.LightningModule):
         return batch_idx % self.cycle_shape.num_micro_steps == 0
 
     def continue_cycle(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Check that the data loader is at the position of the pending cycle, and restore the cycle's images."""
+        """Check the data loader's position, and restore the images of the pending cycle."""
         shape = self.cycle_shape
         shape.check_position(self.run.cycle, batch, batch_idx % shape.num_micro_steps)
         self.restore_images(batch.prompts)
@@ -705,9 +672,7 @@ class GRPOLightningModule(L.LightningModule):
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
         """Restore the images of a cycle that was loaded from a checkpoint.
 
-        The checkpoint contains the images that environments have shown, but not the images of the data. The data loader
-        yields the prompts of a cycle again at every training step of the cycle. These prompts contain the images of the
-        data.
+        The checkpoint contains only the images that environments have shown.
         """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
@@ -718,8 +683,7 @@ class GRPOLightningModule(L.LightningModule):
             else self.conversations.resume_prompts(prompts, known_observations(cycle))
         )
         if self.sharding.is_sharded:
-            # Only a forward pass of all ranks can run the vision tower. Sampling one token per completion stores the
-            # features of a frozen tower again.
+            # Only a forward pass of all ranks can run the vision tower, so sample one token per completion.
             one_token = replace(self.sampling, max_completion_length=1)
             source = self.group_source._replace(conversations=None)
             groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
@@ -747,9 +711,9 @@ class GRPOLightningModule(L.LightningModule):
           "token_selection", "routing" or "update".
         - `on_evaluation_phase(trainer, name)`: a phase of `evaluate` starts. Its name is "rollout" or "reward".
         - `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        - `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. Each step samples
-          one token of every unfinished completion. `total` is the maximum completion length, or a multiple of this
-          length if some prompts have to wait (`max_rows` of `LocalEngine`).
+        - `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. `total` is the
+          maximum completion length, or a multiple of this length if some prompts have to wait (`max_rows` of
+          `LocalEngine`).
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -764,19 +728,10 @@ class GRPOLightningModule(L.LightningModule):
         *,
         shared: bool = True,
     ) -> list[Group]:
-        """Encode N prompts and sample G completions for each.
+        """Encode N prompts and sample G completions for each, with one seed per prompt.
 
-        Inside the context `early_rewards`, the rewards can score a complete group while other groups are still being
-        sampled. A group that several ranks share is scored only after all groups are sampled.
-
-        Args:
-            prompts: N prompts of this rank.
-            num_generations: G.
-            sampling: Sampling settings.
-            seeds: N seeds, one per prompt.
-            shared: If True, the ranks that share a prompt (`ranks_per_group`) each sample a part of its G completions.
-                The first of these ranks then returns the complete groups, and the other ranks return no groups. If
-                False, this rank samples all G completions.
+        If `shared` is true, the ranks that share a prompt (`ranks_per_group`) each sample a part of its G completions.
+        The first of these ranks returns the complete groups, and the others return none.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = self.group_source
@@ -789,7 +744,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def group_source(self) -> GroupSource:
-        """Bundle engine, encoder and environment into the object that samples groups."""
+        """Samples groups."""
         return GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index, self.conversations)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
@@ -799,8 +754,7 @@ class GRPOLightningModule(L.LightningModule):
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
-        The caller samples and scores the batch inside this context. Early calls whose results `begin_rewards` does not
-        use are cancelled at the end of the context.
+        The caller samples and scores the batch inside this context. At its end, unused early calls are cancelled.
         """
         return self.reward_set.early_calls(prompts, self.sampling.max_completion_length, self.trainer_state)
 
@@ -815,12 +769,11 @@ class GRPOLightningModule(L.LightningModule):
     def evaluate(self, prompts: Sequence[Prompt], *, is_greedy: bool) -> Evaluation:
         """Sample completions of N prompts and score them.
 
-        If `is_greedy` is true, each prompt gets one greedy completion. If `is_greedy` is false, each prompt gets
-        `validation.num_generations` completions. In both cases, `validation.sampling` overrides sampling settings of
-        training. No loss is computed.
+        If `is_greedy` is true, each prompt gets one greedy completion. If not, each prompt gets
+        `validation.num_generations` completions. `validation.sampling` overrides sampling settings of training.
 
-        The seed of a prompt follows from the run's seed and from the prompt's index in the dataset. If the prompt has
-        no index, its content replaces the index. The seed does not depend on the batch or the rank.
+        The seed of a prompt follows from the run's seed and from the prompt's index in the dataset, not from the batch
+        or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.notify("on_evaluation_phase", "rollout")
@@ -834,7 +787,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @checks.required_hook
     def on_validation_epoch_start(self) -> None:
-        """Create the evaluation tables of each loader, one per kind of completion (sampled, greedy)."""
+        """Create the evaluation tables of each loader, per kind of completion (sampled, greedy)."""
         data_checks.check_loaders(self.trainer)  # also the loaders of a user's data module
         set_evaluation_order(self.trainer)
         sources = data_checks.known_sources(self.trainer)
@@ -849,9 +802,7 @@ class GRPOLightningModule(L.LightningModule):
     def log_evaluation(self) -> None:
         """Log `val/...` (sampled) and `val/greedy/...` (greedy) per loader, over the prompts of all ranks.
 
-        `EvaluationLog` calls this method at the end of the epoch, before the same hook of the user's callbacks. In
-        `on_validation_epoch_end` of this module, it would run after these callbacks, which would then see the values of
-        the previous validation.
+        `EvaluationLog` calls this method before the same hook of the user's callbacks.
         """
         self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
 
@@ -871,8 +822,7 @@ class GRPOLightningModule(L.LightningModule):
 
     # ---------------------------------------------------------------------------------------------------- Lightning
 
-    # A subclass can override each of Lightning's hooks without calling super(): a required hook of this class then runs
-    # after the override.
+    # A subclass can override each hook without calling super(). A required hook then runs after the override.
 
     @checks.required_hook
     def setup(self, stage: str) -> None:
@@ -899,7 +849,7 @@ class GRPOLightningModule(L.LightningModule):
             checks.round_up_limits(self.trainer, self.cycle_length(self.trainer.accumulate_grad_batches))
 
     def check_training_loader(self) -> None:
-        """Check the training loader, if it is known. Raises: ValueError if the loader does not fit this module."""
+        """Check the training loader, if it is known. Raises: ValueError if it does not fit."""
         checks.check_loader(
             self.trainer,
             self.cycle_shape,
@@ -937,7 +887,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.warn_of_off_policy(self.objective.surrogate, self.old_logprobs, num_updates)
 
     def check_data(self) -> None:
-        """Check that data, rewards and policy fit together. Raises: ValueError that names the wrong row or setting."""
+        """Check that data, rewards and policy fit together. Raises: ValueError if not."""
         trainer, rewards, metrics = self.trainer, self.reward_set, self.validation.metrics
         rewards.check(self.sampling.max_completion_length)
         data_checks.check_truncation(self.conversations, trainer)
@@ -962,7 +912,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @checks.required_hook
     def teardown(self, stage: str) -> None:
-        """Stop the workers that run rewards and environments. The workers start again when they are needed."""
+        """Stop the workers of rewards and environments. They start again when needed."""
         self.reward_set.pool.close()
         if self.conversations is not None:
             self.conversations.close()
@@ -999,7 +949,7 @@ class GRPOLightningModule(L.LightningModule):
             self.check_engine("check_logprobs", self.scorer)
 
     def load_policy(self) -> None:
-        """Load the policy and make its reference. If the policy was loaded before, do nothing."""
+        """Load the policy and make its reference, unless they exist."""
         if hasattr(self, "tokenizer"):
             return
         self.sharding = sharding_of(self._trainer.strategy) if self._trainer else Sharding()
@@ -1023,15 +973,14 @@ class GRPOLightningModule(L.LightningModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights. If the module has no policy yet, load the policy first.
 
-        With `ddp_notebook` and `ddp_fork`, the run happens in child processes, and the launching process has no policy
-        when it loads the trained weights. Without a policy, the keys of these weights would be ignored as unknown.
+        With `ddp_notebook` and `ddp_fork`, the launching process has no policy when it loads the trained weights.
         """
         self.load_policy()
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     @checkpoint_saving.recording_settings
     def configure_optimizers(self) -> Any:
-        """Build the optimizer of the trainable parameters, and the schedule, which is stepped per optimizer step."""
+        """Build the optimizer of the trainable parameters, and the schedule (stepped per optimizer step)."""
         with checks.naming_key("model.optimizer"):
             optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
         checks.check_paging(self.offload, optimizer)
@@ -1049,8 +998,7 @@ class GRPOLightningModule(L.LightningModule):
     ) -> None:
         """Clip gradients by the trainer's settings.
 
-        In a run with bf16-mixed, this method also clips the gradients of fused optimizers, for which Lightning's own
-        method would raise an error.
+        With bf16-mixed, it also clips the gradients of fused optimizers, which Lightning refuses.
         """
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -1070,8 +1018,8 @@ class GRPOLightningModule(L.LightningModule):
         own: list[L.Callback] = [StepLog(), UpdateLog(), step_ends, RequeueAtStepEnd()]
         if self.trainer.strategy.root_device.type == "cuda":
             own.append(PeakMemory())
-        # Remove the callbacks that an earlier run of this Trainer added here. Lightning would replace them as well, but
-        # with a warning that names the user's callbacks.
+        # Remove the callbacks that an earlier run of this Trainer added. Lightning would replace them with a warning
+        # that names the user's callbacks.
         kinds = {EvaluationLog, PeakMemory, *map(type, own)}
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         # Lightning appends the callbacks that this hook returns. `EvaluationLog` has to be the first of all.
@@ -1080,9 +1028,9 @@ class GRPOLightningModule(L.LightningModule):
 
     @checks.required_hook
     def on_fit_start(self) -> None:
-        """If weights are sharded, choose how log-probs are computed. Then make the load-balancing loss of the experts.
+        """If weights are sharded, choose how log-probs are computed. Then make the load-balancing loss.
 
-        The choice runs the model, and a sharded model cannot run before this hook.
+        A sharded model cannot run before this hook.
         """
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
@@ -1099,13 +1047,13 @@ class GRPOLightningModule(L.LightningModule):
         self.is_run_checked = True
 
     def check_engine(self, check: Literal["check_run", "check_logprobs"], *arguments: Any) -> None:
-        """Call the engine's method with the name `check`, if the engine has such a method."""
+        """Call the engine's method `check`, if the engine has it."""
         if hasattr(self.engine, check):
             getattr(self.engine, check)(*arguments)
 
     @checks.required_hook
     def on_train_start(self) -> None:
-        """Set the schedule's length and a resumed run's data position, now that the length of an epoch is known."""
+        """Set the schedule's length and a resumed run's data position, now that an epoch's length is known."""
         # The loaders of a user's data module are known only now.
         data_checks.check_loaders(self.trainer)
         self.check_training_loader()
@@ -1115,8 +1063,7 @@ class GRPOLightningModule(L.LightningModule):
         checks.round_up_max_steps(self.trainer, cycle_length, self.requested_max_steps)
         if self.run.cycle is not None:
             self.run.cycle.to(self.device)  # a checkpoint is loaded before the module moves to its device
-            # The cycle may have been split again for a different number of ranks, and this run may have a different
-            # `policy.chunk_size`.
+            # The number of ranks or `policy.chunk_size` may have changed.
             agree_on_chunks(self.run.cycle.micro_batches, self.scorer)
         self.run.record(self.trainer)
         self.metrics = StepMetrics()  # without what a failed step of an earlier `fit` has left
@@ -1132,7 +1079,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @checks.required_hook
     def on_train_epoch_start(self) -> None:
-        """Set the order of the prompts again, because the loader may have been made again for this epoch."""
+        """Set the order of the prompts again, because the loader may be new."""
         set_training_order(self.trainer)
 
     @checks.required_hook
@@ -1164,6 +1111,6 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def saved_names(self) -> list[str]:
-        """Names of the parameters in checkpoints, which are all parameters that were trained at any time."""
+        """Names of the parameters in checkpoints (all that were ever trained)."""
         never_trained = self.frozen.never_trained(self)
         return [name for name, _ in self.named_parameters() if name not in never_trained]

@@ -23,9 +23,9 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params: Parameters to train.
-        lr: Learning rate (the size of an update) before the schedule changes it.
-        betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its square.
-        eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
+        lr: Learning rate before the schedule changes it.
+        betas: Decay factors per step of the running means of the gradient and of its square.
+        eps: Added to the square root of the running mean of the squared gradient.
         weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are decayed
             too, unlike in the Trainer of transformers.
     """
@@ -60,10 +60,9 @@ class AdamW8bit(Optimizer):
 
         Args:
             params: Parameters to train.
-            lr: Learning rate (the size of an update) before the schedule changes it.
-            betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
-                square.
-            eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
+            lr: Learning rate before the schedule changes it.
+            betas: Decay factors per step of the running means of the gradient and of its square.
+            eps: Added to the square root of the running mean of the squared gradient.
             weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are
                 decayed too, unlike in the Trainer of transformers.
 
@@ -89,10 +88,9 @@ class PagedAdamW8bit(Optimizer):
 
         Args:
             params: Parameters to train.
-            lr: Learning rate (the size of an update) before the schedule changes it.
-            betas: Decay factors per step: one for the running mean of the gradient, one for the running mean of its
-                square.
-            eps: Added to the divisor, which is the square root of the running mean of the squared gradient.
+            lr: Learning rate before the schedule changes it.
+            betas: Decay factors per step of the running means of the gradient and of its square.
+            eps: Added to the square root of the running mean of the squared gradient.
             weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are
                 decayed too, unlike in the Trainer of transformers.
 
@@ -105,7 +103,7 @@ class PagedAdamW8bit(Optimizer):
 def bitsandbytes_optimizer(name: str) -> Any:
     """Import the bitsandbytes optimizer of this name.
 
-    The import is not at the top of the file, because recipes can also be read where bitsandbytes is not installed.
+    Recipes can also be read where bitsandbytes is not installed.
     """
     try:
         import bitsandbytes

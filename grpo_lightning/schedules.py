@@ -3,8 +3,7 @@
     scheduler: {class_path: grpo_lightning.schedules.Cosine, init_args: {warmup_ratio: 0.1}}
 
 These are the schedules of `transformers.get_scheduler`, as classes. Recipes cannot name transformers' own functions,
-for two reasons. First, jsonargparse cannot fill in the arguments of these functions. Second, one argument is the length
-of the run, and only the training module knows this length. Any class of `torch.optim.lr_scheduler` works as well.
+because only the training module knows the length of the run. Any class of `torch.optim.lr_scheduler` works as well.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 log = logging.getLogger(__name__)
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-"""Callable that builds a schedule for an optimizer; the schedule is stepped after every optimizer step."""
+"""Builds a schedule for an optimizer, stepped after every optimizer step."""
 
 
 class Schedule(LambdaLR):
     """Base class of the schedules, with a linear warm-up that is followed by the shape of the subclass.
 
     Args:
-        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
+        optimizer: Its learning rates become the peak rates.
         warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
         warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
 
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
 
-    The training module calls `set_length`, but not for a schedule inside another schedule (`SequentialLR`). Without a
-    length, the second step of the inner schedule raises ValueError.
+    The training module calls `set_length`, but not for a schedule inside another one (`SequentialLR`). The inner
+    schedule raises ValueError at its second step.
     """
 
     kind: ClassVar[str]
-    """The schedule's name in `transformers.SchedulerType`."""
+    """Name in `transformers.SchedulerType`."""
 
     def __init__(self, optimizer: Optimizer, warmup_ratio: float = 0.0, warmup_steps: int | None = None) -> None:
         if not 0 <= warmup_ratio <= 1:
@@ -54,7 +53,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, self.without_length)
 
     def without_length(self, step: int) -> float:
-        """The factor until `set_length` is called. It is 1 at step 0. Raises: ValueError at later steps."""
+        """The factor 1, until `set_length` is called. Raises: ValueError after step 0."""
         if step:
             raise ValueError(
                 f"The schedule {type(self).__name__} does not know the length of the run: the training module sets it "
@@ -81,8 +80,7 @@ class Schedule(LambdaLR):
                 warmup,
                 num_steps,
             )
-        # `get_scheduler` needs an optimizer, so it gets a placeholder. Only the function that computes the factor is
-        # kept.
+        # `get_scheduler` needs an optimizer, so it gets a placeholder.
         placeholder = torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0)
         settings = self.settings(num_steps, warmup)
         factor = get_scheduler(self.kind, placeholder, warmup, num_steps, settings).lr_lambdas[0]
@@ -92,7 +90,7 @@ class Schedule(LambdaLR):
             group["lr"] = lr
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore only the position in the schedule. The schedule's shape and rates come from this run's settings."""
+        """Restore only the position. Shape and rates come from this run's settings."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
 
     def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
@@ -116,7 +114,7 @@ class Cosine(Schedule):
     """Linear warm-up, then cosine decay to `min_lr_ratio` times the peak learning rate.
 
     Args:
-        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
+        optimizer: Its learning rates become the peak rates.
         warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
         warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         min_lr_ratio: Learning rate at the end of the run, as a fraction of the peak learning rate.
@@ -143,7 +141,7 @@ class CosineWithRestarts(Schedule):
     """Linear warm-up, then `num_cycles` cosine decays, each from the peak learning rate to 0.
 
     Args:
-        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
+        optimizer: Its learning rates become the peak rates.
         warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
         warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         num_cycles: Number of decays.
@@ -172,7 +170,7 @@ class WarmupStableDecay(Schedule):
     """Linear warm-up, then the peak learning rate, then decay to `min_lr_ratio` times the peak learning rate.
 
     Args:
-        optimizer: The optimizer. The learning rates that it has when the schedule is built become the peak rates.
+        optimizer: Its learning rates become the peak rates.
         warmup_ratio: Length of the warm-up, as a fraction of the run's optimizer steps.
         warmup_steps: Length of the warm-up in optimizer steps; cannot be combined with `warmup_ratio`.
         decay_ratio: Length of the decay, as a fraction of the run's optimizer steps. The decay ends with the run.
@@ -200,7 +198,7 @@ class WarmupStableDecay(Schedule):
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
     def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
-        """The length of the decay and the minimum rate. The decay never begins before the end of the warm-up."""
+        """The length of the decay, which never begins before the end of the warm-up, and the minimum rate."""
         longest = max(0, num_training_steps - num_warmup_steps)
         return {
             "num_decay_steps": min(math.ceil(num_training_steps * self.decay_ratio), longest),

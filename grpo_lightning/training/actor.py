@@ -40,7 +40,7 @@ from grpo_lightning.training.micro_batches import (
 class Actor:
     """Computes log-probs with the policy and its reference.
 
-    All ranks gather sharded weights together. So all ranks have to make the same calls, even ranks without groups.
+    All ranks have to make the same calls, even ranks without groups.
     """
 
     policy: nn.Module
@@ -49,16 +49,16 @@ class Actor:
     encoder: Encoder
     sharding: Sharding
     temperature: float
-    """Sampling temperature. Log-probs are computed for the distribution that completions are sampled from."""
+    """Sampling temperature, at which log-probs are computed."""
 
     pad_id: int
     teams: Teams
     device: torch.device
     phase: Callable[[str], AbstractContextManager[None]]
-    """Takes the name of a phase. Returns a context manager that times the phase and announces it to the callbacks."""
+    """Context manager that times a named phase and announces it to the callbacks."""
 
     routers: Routers | None = None
-    """The routers of a mixture-of-experts policy, for the load-balancing loss; None if no such loss is trained."""
+    """The policy's routers, for the load-balancing loss; None without such a loss."""
 
     def micro_batches(
         self,
@@ -72,18 +72,15 @@ class Actor:
         """Cut a rollout into micro-batches on the policy's device, with their images.
 
         Args:
-            groups: N groups of this rank, each with K completions. K is the group size G. If several ranks share a
-                group, K is the number of the group's completions on this rank.
-            advantages: [N, K] advantages of the completions; None if they are not known yet.
-            shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
-                update.
+            groups: N groups of this rank, each with this rank's K completions of the group.
+            advantages: [N, K] advantages; None if they are not known yet.
+            shape: Numbers of updates and of micro-batches per update.
             skip_zero_advantages: If true, leave out completions whose tokens all have advantage 0.
             has_policys_tower: False for a reference that has another vision tower (see `vision_of`).
 
         Returns:
-            This rank's micro-batches of all updates, and the counts of each update over all ranks (`StepCounts`). All
-            ranks have the same number of micro-batches. Before the first forward pass, call `agree_on_chunks`, so that
-            all ranks run the same number of forward passes for each micro-batch.
+            This rank's micro-batches of all updates, and the counts of each update over all ranks. All ranks have the
+            same number of micro-batches. Call `agree_on_chunks` before the first forward pass.
         """
         size = len(groups[0].completions) if groups else 0
         micro_batches, counts = plan_over_ranks(
@@ -110,8 +107,7 @@ class Actor:
     def cost(self, rows: Sequence[CompletionRow]) -> float:
         """Cost of a micro-batch of these completions, in tokens.
 
-        Completions that contain images are scored on the dense path (a forward pass over prompt and completion). A
-        prompt therefore counts once for each of its completions with images.
+        Completions that contain images are scored on the dense path, so their prompt counts once for each of them.
         """
         total = 0.0
         for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
@@ -126,10 +122,9 @@ class Actor:
         )
 
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
-        """Add old-policy log-probs to a rollout's micro-batches, except the micro-batches of the first update.
+        """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
-        The old policy is the policy at the start of training on the rollout. The first update needs no stored
-        log-probs, because its own forward passes run before the weights change.
+        The forward passes of the first update run before the weights change.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):
@@ -138,16 +133,9 @@ class Actor:
                     batch.old_logprobs = self.token_logprobs(batch).logprobs
 
     def add_ref_logprobs(self, groups: Sequence[Group], shape: CycleShape, *, of_masked: bool) -> None:
-        """Add reference log-probs to the completions.
+        """Add reference log-probs to the completions. Collective: all ranks call it. The run must have a reference.
 
-        Collective: all ranks call it. The run must have a reference.
-
-        Args:
-            groups: N groups, of this rank.
-            shape: Gives the number of updates into which the groups are split, and the number of micro-batches per
-                update.
-            of_masked: If true, fully masked completions get log-probs too. A KL term in the rewards needs these
-                log-probs.
+        If `of_masked` is true, fully masked completions get log-probs too, for a KL term in the rewards.
         """
         assert self.reference is not None
         rows: Sequence[Group] = groups
@@ -168,9 +156,7 @@ class Actor:
 def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
     """True if a completion of any rank lacks reference log-probs. Collective: all ranks call it.
 
-    Args:
-        groups: N groups, of this rank.
-        of_masked: If true, fully masked completions count, too. Completions without tokens never count.
+    Completions without tokens never count. Fully masked completions count only if `of_masked` is true.
     """
     with_tokens = [c for group in groups for c in group.completions if c.token_ids]
     scored = [c for c in with_tokens if of_masked or c.mask is None or any(c.mask)]
@@ -178,15 +164,15 @@ def lacks_ref_logprobs(groups: Sequence[Group], *, of_masked: bool) -> bool:
 
 
 OldLogprobs = Literal["recompute", "rollout"]
-"""Where the old policy's log-probs come from: a forward pass of the policy, or the engine that sampled the tokens."""
+"""Source of the old policy's log-probs: a forward pass of the policy, or the engine."""
 
 
 @contextlib.contextmanager
 def seeded_dropout(policy: nn.Module, *seed: int | str) -> Iterator[None]:
-    """Seed adapter dropout, if there is any, so that a resumed run repeats the dropout of the original run.
+    """Seed adapter dropout, if there is any, so that a resumed run repeats it.
 
-    Only the forward pass has to run inside the `with` block, because activation checkpointing itself restores the
-    random state when it recomputes activations.
+    Only the forward pass has to run inside the `with` block, because activation checkpointing restores the random
+    state.
     """
     configs: Any = getattr(policy, "peft_config", {})
     if not is_adapted(policy) or not configs[trained_adapter(policy)].lora_dropout:

@@ -1,10 +1,9 @@
 """Export a checkpoint to a folder that transformers loads.
 
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (or processor, for a multimodal
-policy) come from the initial policy, which is the policy as it was before training. So the export first loads the
-initial policy, and then loads the checkpoint's weights into it. LoRA adapters are merged into the policy's weights, or
-written separately for peft. The export never quantizes the policy. Adapters that were trained on 4-bit or 8-bit weights
-are merged into the full-precision weights, which differ from the weights of the run by the quantization error.
+policy) come from the initial policy, which is the policy as it was before training. LoRA adapters are merged into the
+policy's weights, or written separately for peft. Adapters that were trained on 4-bit or 8-bit weights are merged into
+the full-precision weights.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ KEPT = (
     "quantization",
     "trust_remote_code",
 )
-"""Policy settings that come from the run even if the argument `policy` of `export` names the initial policy."""
+"""Policy settings that come from the run even if `export` gets a `policy`."""
 
 
 @dataclass
@@ -52,26 +51,25 @@ class Export:
 
     folder: Path
     policy: str
-    """Name or folder of the initial policy, the source of config, tokenizer and frozen weights."""
+    """Name or folder of the initial policy."""
 
     num_weights: int
     num_from_policy: int
     """Number of parameters (elements, not tensors) that the checkpoint lacks and the initial policy supplied."""
 
     num_steps: int | None
-    """Number of optimizer steps before the checkpoint was saved; None if the checkpoint does not contain this
-    number."""
+    """Optimizer steps before the checkpoint; None if unknown."""
 
     dtype: torch.dtype
     files: list[Path]
     is_adapter: bool = False
-    """True if only the adapters were written: loading them requires the initial policy."""
+    """True if only the adapters were written."""
 
     is_merged: bool = False
-    """True if adapters were merged into the weights of the initial policy."""
+    """True if adapters were merged."""
 
     quantization: Quantization = "none"
-    """Quantization of the weights that the adapters were trained on. The written weights are not quantized."""
+    """Quantization of the weights that the adapters were trained on."""
 
     is_multimodal: bool = False
     """True for a vision-language model, exported with its processor."""
@@ -94,15 +92,14 @@ def export(
     Args:
         checkpoint: Checkpoint file, or folder of a sharded checkpoint.
         folder: Output folder; created if missing.
-        policy: Name or folder of the initial policy. None uses the policy that the checkpoint names. If the checkpoint
-            names none, None uses the policy in the `config.yaml` of the checkpoint's run.
+        policy: Name or folder of the initial policy. None uses the policy that the checkpoint names, or else the policy
+            in the `config.yaml` of the checkpoint's run.
         dtype: Dtype of the exported weights. None keeps the dtype of the checkpoint's weights. But if adapters are
-            merged, None uses the dtype in which the run loaded the policy. The export keeps some weights in float32,
-            for example the weights of some routers. These are the weights that transformers itself keeps in float32
-            when it loads the policy in this dtype.
+            merged, None uses the dtype in which the run loaded the policy. Weights that transformers itself keeps in
+            float32 stay in float32.
         adapter: If true, export only the adapters, as a folder for peft. If false, merge any adapters into the policy.
-        fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, the initial
-            policy supplies only weights that are known to be frozen, and any other missing weight raises ValueError.
+        fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, it supplies
+            only weights that are known to be frozen.
         force: If true, write into the folder even if it is not empty.
 
     Raises:
@@ -171,10 +168,8 @@ def check_target(folder: Path, *, force: bool) -> None:
 def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | None) -> PolicyLoader:
     """Make the loader of the initial policy.
 
-    If the argument `policy` is None, the loader loads the policy that the checkpoint names. If the checkpoint names
-    none either, the loader loads the policy in the `config.yaml` of the checkpoint's run. The settings in `KEPT`
-    (tokenizer, adapters, frozen layers, dtype, trusted code, ...) come from the run in any case. If `policy` is the
-    name that the run used, the revision comes from the run, too.
+    If `policy` is None, the checkpoint or the `config.yaml` of its run names the policy. In any case, the run supplies
+    the settings in `KEPT`. If `policy` is the name that the run used, the run also supplies the revision.
     """
     settings = dict(content.get("hyper_parameters") or {})
     if settings.get("policy") is None:
@@ -200,12 +195,7 @@ def policy_loader(content: Mapping[str, Any], checkpoint: Path, policy: str | No
 def check_random_weights(loader: PolicyLoader, num_missing: int, checkpoint: str | Path) -> None:
     """Raise ValueError if the policy began with random weights, and the checkpoint lacks some of them.
 
-    No file contains the missing weights, and a policy that is built for the export has other random weights.
-
-    Args:
-        loader: The loader of the policy.
-        num_missing: Number of parameters that the export takes from the policy, because the checkpoint lacks them.
-        checkpoint: The checkpoint.
+    No file contains the missing weights.
     """
     if loader.from_scratch and num_missing:
         raise ValueError(
@@ -234,11 +224,6 @@ def load_policy(loader: PolicyLoader, dtype: torch.dtype, adapter: Mapping[str, 
     """Load the initial policy in the given dtype, add adapters as in the run, and freeze the layers that the run froze.
 
     With adapters, the base weights are first rounded to the dtype of the run, then converted to the given dtype.
-
-    Args:
-        loader: The loader of the policy.
-        dtype: Dtype of the weights.
-        adapter: The checkpoint's description of the adapter, needed only if the loader has no adapter settings.
     """
     if loader.lora is None and adapter is None:
         base = load_base(loader, dtype)
@@ -265,19 +250,12 @@ def load_trained_weights(
 ) -> int:
     """Load the checkpoint's weights into the model. The checkpoint is allowed to lack frozen weights.
 
-    A tied weight is one tensor with several names. The checkpoint can contain the tensor under one name, or equal
-    tensors under several names.
-
-    Args:
-        model: The initial policy.
-        weights: Weights by their names in the model.
-        trained: Number of parameter tensors that the optimizer trained; None if unknown. If the checkpoint contains
-            that many tensors, it is allowed to lack the other parameters.
-        fill_missing: If true, the checkpoint is allowed to lack any weight. If false, it is allowed to lack only
-            weights that are known to be frozen.
+    The checkpoint can contain a tied weight under one name, or equal tensors under several names. If it contains
+    `trained` tensors (the number that the optimizer trained), or `fill_missing` is true, it is allowed to lack any
+    other weight.
 
     Returns:
-        Number of parameters (elements, not tensors) that the checkpoint lacks. The model keeps their initial values.
+        Number of parameters (elements, not tensors) that the checkpoint lacks.
 
     Raises:
         ValueError: If names or shapes of weights do not match the model, if tied weights differ, or if trained weights
@@ -344,16 +322,9 @@ def tied_parameters(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
 
 
 def merge_and_convert(model: Any, loader: PolicyLoader, dtype: str | None, *, adapter: bool) -> tuple[Any, bool]:
-    """Merge the adapters into the weights, unless they are exported alone, and convert the weights to another dtype.
+    """Merge the adapters, unless they are exported alone, and convert the weights to another dtype.
 
-    Args:
-        model: The trained policy; changed in place.
-        loader: The loader of the initial policy.
-        dtype: As in `export`.
-        adapter: As in `export`.
-
-    Returns:
-        The model to write, and True if adapters were merged.
+    Returns the model to write, and True if adapters were merged.
     """
     if is_adapted(model) and not adapter:
         untie(model)

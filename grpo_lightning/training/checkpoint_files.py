@@ -25,19 +25,17 @@ PREFIX = "policy."
 """Prefix of the policy's weights in the module's state dict."""
 
 ZIP_START = b"PK\x03\x04"
-"""First bytes of a checkpoint file, which is a zip archive. An incomplete checkpoint starts with them, too."""
+"""First bytes of a zip archive, the format of a checkpoint file."""
 
 CONFIG_PARENTS = 3
-"""Number of parent folders of a checkpoint that are searched for the `config.yaml` of its run."""
+"""Number of parent folders that are searched for the `config.yaml` of a run."""
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
     """Open a checkpoint, with tensors that are memory-mapped from its file.
 
-    Shards are first merged into a temporary file. The temporary file is written next to the folder of the shards, where
-    the disk is likely to have enough space. If no file can be created there, the temporary file is written to the
-    system's temporary folder.
+    Shards are first merged into a temporary file next to their folder, where the disk is likely to have enough space.
     """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")
@@ -68,12 +66,7 @@ def scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def read_file(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint file.
-
-    Args:
-        path: The file.
-        weights_only: If true, the file may contain only plain values and tensors, and no code in it is executed. If
-            false, it may contain any Python objects, and loading them executes code.
+    """Read a checkpoint file. If `weights_only` is false, loading executes code in the file.
 
     Raises:
         ValueError: If the file is not a checkpoint, or cannot be read.
@@ -97,7 +90,7 @@ def read_file(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
 
 
 def join_shards(path: Path, joined: Path) -> dict[str, Any]:
-    """Merge a folder of torch.distributed.checkpoint (FSDP), including Lightning's metadata next to the shards."""
+    """Merge a folder of torch.distributed.checkpoint (FSDP), including Lightning's metadata."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(path, joined)
@@ -106,7 +99,7 @@ def join_shards(path: Path, joined: Path) -> dict[str, Any]:
 
 
 def join_deepspeed(path: Path, joined: Path) -> dict[str, Any]:
-    """Merge the shards of a DeepSpeed folder with DeepSpeed's tool, because no other tool can merge them."""
+    """Merge the shards of a DeepSpeed folder with DeepSpeed's tool."""
     try:
         import deepspeed  # noqa: F401 - the conversion below needs it
     except ImportError as error:
@@ -127,8 +120,8 @@ def num_deepspeed_ranks(checkpoint: Path) -> int:
 
 
 UNIVERSAL = "checkpoint_universal", "latest_universal"
-"""Two names inside a DeepSpeed folder: the folder of DeepSpeed's universal checkpoint, and the file that names this
-folder. DeepSpeed's tool writes the file last, so the universal checkpoint is complete if the file exists."""
+"""Inside a DeepSpeed folder, the folder of the universal checkpoint, and the file that names it. DeepSpeed's tool
+writes the file last."""
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -147,11 +140,7 @@ def universal_command(checkpoint: Path) -> str:
 
 
 def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[str, Tensor]:
-    """The policy's weights in a checkpoint, by their names in the policy.
-
-    Raises:
-        ValueError: If the checkpoint has no weights of a policy.
-    """
+    """The policy's weights, by their names in the policy. Raises: ValueError if the checkpoint has none."""
     # FSDP uses the key "model". DeepSpeed's tool writes weights without such a key.
     state = content.get("state_dict", content.get("model", content))
     weights = {name.removeprefix(PREFIX): value for name, value in state.items() if str(name).startswith(PREFIX)}
@@ -165,7 +154,7 @@ def policy_weights(content: Mapping[str, Any], checkpoint: str | Path) -> dict[s
 
 
 def run_config(checkpoint: Path) -> dict[str, Any]:
-    """The `model` settings in the `config.yaml` of a checkpoint's run, or {} if this file does not exist."""
+    """The `model` settings in the `config.yaml` of a checkpoint's run, or {} without this file."""
     folder = run_of(checkpoint)
     if folder is None:
         return {}
@@ -174,7 +163,7 @@ def run_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Folder of a checkpoint's run, that is, the nearest parent with a `config.yaml`. None if no parent has one."""
+    """Folder of a checkpoint's run (the nearest parent with a `config.yaml`), or None."""
     parents = list(checkpoint.resolve().parents)[:CONFIG_PARENTS]
     return next((parent for parent in parents if (parent / "config.yaml").is_file()), None)
 
@@ -188,9 +177,8 @@ def num_trained(content: Mapping[str, Any]) -> int | None:
 
 
 MARK = "complete.json"
-"""File in a sharded checkpoint (a folder of ZeRO or FSDP2) that lists the folder's files. All ranks write into the
-folder, and this file is written when all of them have finished. A checkpoint that is a single file needs no such mark:
-it is a zip archive, and the archive's list of its contents is written last."""
+"""File in a sharded checkpoint (ZeRO or FSDP2) that lists the folder's files. It is written when all ranks have
+finished. A single file needs no mark, because a zip archive ends with the list of its contents."""
 
 
 def mark_complete(
@@ -202,12 +190,8 @@ def mark_complete(
 ) -> None:
     """Mark a sharded checkpoint as complete. One rank calls this after all ranks have saved.
 
-    Args:
-        checkpoint: Folder of the checkpoint.
-        other_files: Files outside the folder that belong to the checkpoint.
-        is_interrupted: True if an exception ended the run inside an optimizer step. No run can then resume from the
-            checkpoint.
-        run_folder: Folder of the run that saved the checkpoint.
+    `other_files` are outside the folder. `is_interrupted` is true if an exception ended the run inside an optimizer
+    step.
     """
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
     sizes = {os.path.relpath(path, checkpoint.resolve()): path.stat().st_size for path in other_files}
@@ -219,7 +203,7 @@ def mark_complete(
 
 
 def unmark_complete(checkpoint: Path) -> None:
-    """Remove the completeness mark and the universal checkpoint of a folder that is about to be overwritten."""
+    """Remove the mark and the universal checkpoint of a folder that is about to be overwritten."""
     for name in (MARK, UNIVERSAL[1]):
         (checkpoint / name).unlink(missing_ok=True)
     shutil.rmtree(checkpoint / UNIVERSAL[0], ignore_errors=True)
@@ -245,15 +229,15 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def was_interrupted(checkpoint: Path) -> bool:
-    """True if an error had already ended the run inside an optimizer step when this checkpoint folder was saved.
+    """True if an error had ended the run inside an optimizer step before this folder was saved.
 
-    No run can resume from such a folder. Call this function only for a complete folder (`why_incomplete`).
+    Call this function only for a complete folder.
     """
     return bool(json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("is_interrupted"))
 
 
 def saved_by(checkpoint: Path) -> Path | None:
-    """Folder of the run that saved a complete checkpoint; None if the checkpoint does not name the folder."""
+    """Folder of the run that saved a complete checkpoint; None if unknown."""
     if checkpoint.is_dir():
         folder = json.loads((checkpoint / MARK).read_text(encoding="utf-8")).get("run_folder")
     else:
@@ -267,21 +251,18 @@ def saved_by(checkpoint: Path) -> Path | None:
 
 
 REFERENCE = "reference"
-"""A run with several ranks saves the weights of an updated reference in a file of its own, next to the rank files
-(`RankFiles`). In the name of this file, the word `reference` replaces the number of a rank."""
+"""Stands for the rank's number in the name of the file that contains the weights of an updated reference."""
 
 
 class RankFiles:
     """Files of each rank next to a checkpoint, for example `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
 
-    Lightning's strategies save Python objects of one rank only. A pending rollout differs between ranks and can be
-    large, so each rank writes its own rollout to a file. `<moment>` consists of the step, rollout and position at which
-    the checkpoint was saved, and of the numbers of ranks (w), ranks per group (r) and micro-batches per step (a). The
-    checkpoint also contains `<moment>`. So if another save used the same checkpoint name, files of that save are never
-    mistaken for files of this checkpoint.
+    Lightning's strategies save Python objects of one rank only, but a pending rollout differs between ranks. `<moment>`
+    consists of step, rollout and position, and of the numbers of ranks (w), ranks per group (r) and micro-batches per
+    step (a). The checkpoint also contains `<moment>`, so files of another save under the same name are never used.
 
     Args:
-        checkpoint: Path of the checkpoint. If it is a link, the files are next to the checkpoint that it points to.
+        checkpoint: Path of the checkpoint. If it is a link, the files are next to its target.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -307,12 +288,7 @@ class RankFiles:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def read_cycle(self, moment: str, rank: int, share: Mapping[str, int]) -> dict[str, Any]:
-        """Read the pending rollout that a rank saved, and check that it is the expected part of the whole rollout.
-
-        Args:
-            moment: `<moment>` of the checkpoint.
-            rank: The rank that saved the file.
-            share: The part of the rollout that the file must contain (`redistribution.saved_share`).
+        """Read the pending rollout that a rank saved, and check that it is the expected part (`saved_share`).
 
         Raises:
             FileNotFoundError: If the file is missing.
@@ -330,11 +306,7 @@ class RankFiles:
         return state
 
     def why_missing(self, state: Mapping[str, Any] | None) -> str | None:
-        """Return a message that names a missing rank file; None if all exist. No run can resume if a file is missing.
-
-        Args:
-            state: The run state in the checkpoint (`checkpoint["grpo"]`).
-        """
+        """Message that names a missing rank file of the run state `checkpoint["grpo"]`; None if all files exist."""
         moment = (state or {}).get("moment")
         if state is None or moment is None:
             return None
@@ -349,13 +321,13 @@ class RankFiles:
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files with names that begin with `moment`. If `moment` is None, the list is empty."""
+        """The files with names that begin with `moment`; none if it is None."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove files that earlier saves of the checkpoint have left.
+        """Remove the files with names that do not begin with `moment`, which earlier saves have left.
 
-        These are the files whose names do not begin with `moment`, or all files if `moment` is None.
+        If `moment` is None, remove all files.
         """
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
@@ -364,7 +336,7 @@ class RankFiles:
             self.folder.rmdir()
 
     def remove(self) -> None:
-        """Remove the files, when their checkpoint is removed."""
+        """Remove the files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

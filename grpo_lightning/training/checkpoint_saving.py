@@ -1,8 +1,7 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-Methods of the trainer and the strategy save and load every checkpoint, so this module replaces these methods. The
-replacements therefore apply to each checkpoint, for example to that of a user's callback, of a script that calls
-`trainer.save_checkpoint`, and of a strategy without a `CheckpointIO` (DeepSpeed, FSDP2).
+This module replaces the methods of the trainer and the strategy that save and load every checkpoint. A `CheckpointIO`
+would not suffice, because DeepSpeed and FSDP2 bypass it.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ log = logging.getLogger(__name__)
 class StepEnds(L.Callback):
     """Makes checkpoints contain the state at the end of an optimizer step, and lets a run stop only between steps.
 
-    Checkpoints contain no gradients. So a checkpoint that is saved inside a step (after validation, at a time interval,
-    on an error, or by hand) contains the state at the end of the previous step, see `StepEnd`. A checkpoint that is
-    requested while the optimizer changes the weights is saved at the end of the current step. If an error ends the run
-    while the optimizer changes the weights, a checkpoint that is requested after the error is saved at once. This
-    checkpoint may contain partly updated weights, so no run can resume from it.
+    Checkpoints contain no gradients. So a checkpoint that is saved inside a step contains the state at the end of the
+    previous step (`StepEnd`). A checkpoint that is requested while the optimizer changes the weights is saved at the
+    end of the current step. If an error ends the run during the change, the checkpoint is saved at once, and no run can
+    resume from it.
 
     Args:
         min_steps: The user's setting, which the run temporarily overrides.
@@ -67,7 +65,7 @@ class StepEnds(L.Callback):
         self.has_ended = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Do not save before the policy is loaded, because a failed save would hide the error that ends the run."""
+        """Do not save before the policy is loaded. A failed save would hide the error that ends the run."""
         save = getattr(trainer.save_checkpoint, "__wrapped__", trainer.save_checkpoint)
 
         @functools.wraps(save)
@@ -111,7 +109,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Mark the step from which a run resumes as saved, so that no checkpoint callback saves this step again."""
+        """Mark the step from which a run resumes as saved, so that no callback saves it again."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)
@@ -121,12 +119,12 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps or 0, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the optimizer changes weights until the end of this step, and record which weights."""
+        """Record that the optimizer now changes weights, and which."""
         pl_module.run.is_updating = True
         pl_module.frozen.record_trained(pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """At the end of an optimizer step, record the state and save the checkpoints that wait for it."""
+        """At the end of an optimizer step, record the state and save the waiting checkpoints."""
         pl_module.run.last_step_end(trainer)
         pl_module.run.is_updating = False  # also where a strategy calls the optimizer in every micro-step
         waiting, self.waiting = self.waiting, []
@@ -134,7 +132,7 @@ class StepEnds(L.Callback):
             save()
 
     def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Record that training has ended. From now on, callbacks may have replaced the weights by an average."""
+        """Record that training has ended. Callbacks may now replace the weights by an average."""
         self.has_ended = True
         trainer.fit_loop.epoch_loop.min_steps = self.min_steps
 
@@ -143,7 +141,7 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = self.min_steps
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """If a resumed run had nothing left to train, log this fact; Lightning then never calls `on_train_end`."""
+        """If a resumed run had nothing left to train, log this fact."""
         if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
             log.info(
                 "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "
@@ -155,7 +153,7 @@ class StepEnds(L.Callback):
 
 
 def warn_of_average(trainer: L.Trainer, filepath: Any, weights_only: bool | None = False, *_: Any, **__: Any) -> None:  # noqa: FBT001, FBT002 - as Lightning's `save_checkpoint`
-    """Warn if a resumable checkpoint is saved after averaged weights have replaced the trained weights."""
+    """Warn if a resumable checkpoint is saved with averaged weights."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
     if names and not weights_only:
@@ -173,7 +171,7 @@ def save_complete(
 ) -> None:
     """Save a checkpoint, its rank files and its completeness mark. Collective: all ranks call it.
 
-    The rank files are written before the checkpoint, so that every existing checkpoint has its rank files.
+    The rank files are written first, so that every existing checkpoint has its rank files.
     """
     filepath = trainer.strategy.broadcast(filepath)
     end = run.last_step_end(trainer)
@@ -228,8 +226,7 @@ KEPT_ARGUMENTS = (
     "overlong_filter",
     "seed",
 )
-"""The module's arguments that are saved in checkpoints, as plain values. Arguments that are functions or models have to
-be passed again when a checkpoint is loaded."""
+"""The module's arguments that are saved in checkpoints, as plain values."""
 
 
 SETTINGS = {
@@ -241,17 +238,14 @@ SETTINGS = {
     SyncReference,
     Validation,
 }
-"""Classes of settings. A checkpoint contains the fields of an object of these classes, but not of an object of a
-subclass."""
+"""Classes of settings. A checkpoint contains the fields of their objects, but not of objects of a subclass."""
 
 
 def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[str, Any]:
-    """Return the module's arguments to save in checkpoints. `load_from_checkpoint` can be called without them.
+    """The module's arguments to save in checkpoints.
 
-    All are plain values, so that the checkpoint can be loaded with `weights_only=True`. Rewards are not included. A
-    policy that was passed as a model object is not included either. An argument that cannot be restored (see
-    `not_plain_reason`) is replaced by a note. If the checkpoint is then loaded without passing this argument,
-    `settings_of` finds the note and raises an error.
+    All are plain values, for loading with `weights_only=True`. An argument that cannot be restored (`not_plain_reason`)
+    is replaced by a note, which makes `settings_of` raise an error.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():
@@ -274,7 +268,7 @@ def not_plain_reason(value: Any) -> str | None:
 
 
 def missing_arguments(error: TypeError) -> str | None:
-    """Error message if `load_from_checkpoint` did not get policy or rewards; None if `error` has another cause."""
+    """Error message if `load_from_checkpoint` did not get policy or rewards, or None."""
     missing = re.search(r"__init__\(\) missing .*", str(error))
     if missing is None or not (names := re.findall(r"'(policy|rewards)'", missing[0])):
         return None
@@ -286,17 +280,7 @@ def missing_arguments(error: TypeError) -> str | None:
 
 
 def check_keys(names: Collection[str], known: Collection[str], trained: Sequence[str]) -> None:
-    """Check that a checkpoint has all trained weights, and that the module has all weights of the checkpoint.
-
-    Args:
-        names: Names of the checkpoint's weights.
-        known: Names of the module's weights.
-        trained: Names of the module's trained weights.
-
-    Raises:
-        RuntimeError: If the checkpoint lacks trained weights, or has weights that the module does not have. The message
-            names the first of these weights.
-    """
+    """Check that a checkpoint has all trained weights, and no unknown weights. Raises: RuntimeError if not."""
     if unknown := [name for name in names if name not in known]:
         raise RuntimeError(
             f"The checkpoint has {len(unknown)} weights that the policy does not have, for example {unknown[0]}. It "
@@ -323,17 +307,11 @@ def recording_settings(configure: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def restore_optimizer_settings(trainer: L.Trainer, settings: Sequence[dict[str, Any]], schedule: Any) -> None:
-    """Replace the optimizer settings of the loaded checkpoint with those of this run.
+    """Replace the optimizer settings of the loaded checkpoint with those of this run (`recording_settings`).
 
-    The learning rate is replaced too, except in one case. If the run has a schedule that is not a `Schedule` of this
-    library, this schedule continues from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If it
-    also changes the momentum (`OneCycleLR`, `CyclicLR`), the momentum continues from the checkpoint, too. If the
-    checkpoint lacks one of these settings, because its run had another schedule, this run's own setting is used.
-
-    Args:
-        trainer: Trainer of the run. If the run resumes from no checkpoint, nothing is replaced.
-        settings: This run's settings of every parameter group (`recording_settings`).
-        schedule: This run's schedule, or None.
+    The learning rate is replaced too, unless the run has a schedule that is not a `Schedule` of this library. Such a
+    schedule continues from the learning rates in the checkpoint (`lr`, `initial_lr`, `max_lr`). If it also changes the
+    momentum (`OneCycleLR`, `CyclicLR`), the momentum continues, too.
     """
     if trainer.ckpt_path is None:
         return
@@ -361,11 +339,10 @@ def restore_data_position(run: RunState, trainer: L.Trainer) -> None:
 
 
 def check_ranks(trainer: L.Trainer, path: Path) -> None:
-    """Check that this run has as many ranks as a DeepSpeed checkpoint needs.
+    """Check the number of ranks.
 
     Raises:
-        ValueError: If the checkpoint is a DeepSpeed folder that was saved by a different number of ranks and contains
-            no universal checkpoint. The message contains the command that creates a universal checkpoint.
+        ValueError: If a different number of ranks saved a DeepSpeed checkpoint that is not universal.
     """
     if not (path / "latest").is_file() or not can_read(trainer.strategy, "DeepSpeed") or is_universal(path):
         return
@@ -380,11 +357,7 @@ def check_ranks(trainer: L.Trainer, path: Path) -> None:
 def refuse_incomplete(trainer: L.Trainer) -> None:
     """Make the strategy's `load_checkpoint` raise ValueError for checkpoints that are incomplete or unreadable.
 
-    The message says what is wrong. The check is in the strategy, because Lightning passes the path of the
-    checkpoint only to the strategy.
-
-    Args:
-        trainer: Trainer of the run. Its strategy is changed in place.
+    The check is in the strategy, because Lightning passes the path of the checkpoint only to the strategy.
     """
     load = getattr(trainer.strategy.load_checkpoint, "__wrapped__", trainer.strategy.load_checkpoint)
 

@@ -1,4 +1,4 @@
-"""Check the settings of a run, and check that its data loader and its trainer fit these settings."""
+"""Check that the settings of a run, its data loader and its trainer fit together."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ STEPS: dict[str, tuple[type, str]] = {
     "split_rollout": (Cycle, "a Cycle (add `return Cycle(...)`)"),
     "update": (Tensor, "the loss, a Tensor (add `return loss`)"),
 }
-"""For each step of the algorithm (a method of the module): the type that the method must return, and the description of
-the required result in error messages."""
+"""For each step of the algorithm (a method of the module): the return type, and its description in error messages."""
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,9 +106,7 @@ def required_hook(hook: Hook) -> Hook:
 def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an override of a required hook. The wrapper runs the module's own hook if the override did not call it.
 
-    The module's own hook runs after the override, because an override of `setup` often makes the data that the module's
-    own hook checks. The callbacks that the module's own `configure_callbacks` returns are added to the callbacks that
-    the override returns.
+    The module's own hook runs last, because an override of `setup` often makes the data that it checks.
     """
 
     @functools.wraps(override)
@@ -130,8 +127,8 @@ def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Cal
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
     """Fill in `rewards` and `scores` that a subclass's `resample` or `compute_advantages` left out of its `Rollout`.
 
-    Logs and callbacks need both fields. If the method returned the groups that it was given, the given rollout supplies
-    missing fields. Otherwise, the method must return `rewards`, and missing `scores` are made from these rewards.
+    If the method returned the groups that it was given, the given rollout supplies missing fields. Otherwise, the
+    method must return `rewards`, and missing `scores` are made from them.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -161,7 +158,7 @@ def check_factories(**factories: Any) -> None:
 
 
 def check_counts(*, num_generations: int, **counts: int) -> None:
-    """Check group size and other counts, such as the updates per rollout. Raises: ValueError if one is too small."""
+    """Check group size and other counts. Raises: ValueError if one is too small."""
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"model.{name} must be at least 1, got {count}.")
@@ -173,7 +170,7 @@ def check_counts(*, num_generations: int, **counts: int) -> None:
 
 
 def check_pass_k(pass_k: int | None, num_generations: int) -> None:
-    """Check that a group has at least k completions. Raises: ValueError if not; the message names both settings."""
+    """Check that a group has at least k completions. Raises: ValueError if not."""
     if pass_k is not None and pass_k > num_generations:
         raise ValueError(
             f"model.objective.pass_k must be at most model.num_generations ({num_generations}), got {pass_k}: lower "
@@ -182,10 +179,11 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
 
 
 def check_kl_cov(surrogate: Any, old_logprobs: str, num_updates: int) -> None:
-    """Check that KL-Cov's penalty has a gradient.
+    """Check KL-Cov.
 
     Raises:
-        ValueError: If old log-probs are recomputed and each rollout has only one optimizer step.
+        ValueError: If old log-probs are recomputed and each rollout has only one optimizer step, so that its penalty
+            has no gradient.
     """
     if surrogate == "kl_cov" and old_logprobs == "recompute" and num_updates == 1:
         raise ValueError(
@@ -229,11 +227,7 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check training's sampling settings, and warn if completions are not sampled from the trained distribution.
-
-    Raises:
-        ValueError: If sampling is greedy.
-    """
+    """Check training's sampling, and warn of a reshaped distribution. Raises: ValueError if it is greedy."""
     if sampling.is_greedy:
         raise ValueError(
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal, with no gradient. "
@@ -255,7 +249,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
-    """Check the names in `validation`. Raises: ValueError if `success` names no reward, or a metric's name is taken."""
+    """Check `validation`. Raises: ValueError if `success` names no reward, or a metric's name is taken."""
     validation.check_names(reward_names)
     if validation.success is not None and validation.success not in reward_names:
         raise ValueError(
@@ -265,12 +259,7 @@ def check_validation(validation: Validation, reward_names: Sequence[str]) -> Non
 
 
 def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
-    """Check `model.offload`. Raises: ValueError if something cannot be offloaded.
-
-    Args:
-        offload: Names of what to offload.
-        has_copy: True if the reference is a second model.
-    """
+    """Check `model.offload`. Raises: ValueError if something cannot be offloaded."""
     if unknown := [name for name in offload if name not in get_args(Offloadable)]:
         raise ValueError(f"model.offload must name 'reference' or 'optimizer', got {unknown[0]!r}.")
     if "reference" in offload and not has_copy:
@@ -281,7 +270,7 @@ def check_offload(offload: Sequence[str], *, has_copy: bool) -> None:
 
 
 def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
-    """Refuse to offload the states of a paged optimizer, which moves its states itself. Raises: ValueError."""
+    """Check that no paged optimizer, which moves its states itself, is offloaded. Raises: ValueError."""
     if "optimizer" in offload and getattr(optimizer, "is_paged", False):
         raise ValueError(
             f"model.offload names the optimizer, but {type(optimizer).__name__} pages its states to the CPU itself: "
@@ -290,7 +279,7 @@ def check_paging(offload: Sequence[str], optimizer: Optimizer) -> None:
 
 
 def check_sync_reference(sync: SyncReference | None, *, beta: float, has_lora: bool) -> None:
-    """Refuse `model.sync_reference` if there is no reference model with weights of its own.
+    """Check `model.sync_reference`.
 
     Raises:
         ValueError: If `sync` is given, but beta is 0 or the policy trains LoRA adapters.
@@ -325,13 +314,9 @@ REFUSED_CALLBACKS = {
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Check the trainer's callbacks, strategy and gradient settings.
-
-    Raises:
-        ValueError: If a callback or the strategy is not supported, or the settings are invalid.
-    """
+    """Check callbacks, strategy and gradient settings. Raises: ValueError if one is not supported or invalid."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Every Trainer has a GradientAccumulationScheduler for its fixed accumulation: this callback changes nothing.
+        # Every Trainer has an idle GradientAccumulationScheduler.
         is_idle = getattr(callback, "scheduling", None) == {0: trainer.accumulate_grad_batches}
         for kind in type(callback).__mro__:
             if kind.__name__ in REFUSED_CALLBACKS and kind.__module__.startswith("lightning") and not is_idle:
@@ -350,19 +335,13 @@ def check_trainer(trainer: L.Trainer) -> None:
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
     """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
 
-    A cycle is one rollout and all training on it. A limit that ends the run or the epoch inside a cycle would discard a
-    part of the rollout. Such a limit could also end an accumulation window early, and then the gradient would be
-    divided by the wrong number. For these two reasons, `fast_dev_run` runs one complete cycle.
-
-    Args:
-        trainer: Trainer whose limits are changed in place.
-        cycle: Micro-steps per rollout.
+    A limit inside a cycle would discard a part of the rollout, and could end an accumulation window early. So even
+    `fast_dev_run` runs one complete cycle. `cycle` is a number of micro-steps.
     """
     round_up_max_steps(trainer, cycle, trainer.max_steps)
     requested = limit = trainer.limit_train_batches
     if isinstance(requested, float) and requested < 1:
-        # A fraction is converted now, because neither the limit nor the validation interval can be changed any more
-        # once the loader is set up.
+        # A fraction is converted now, because the limit cannot be changed any more once the loader is set up.
         limit = int(num_batches(trainer) * requested)
     if isinstance(limit, int) and limit % cycle:
         rounded = math.ceil(limit / cycle) * cycle
@@ -375,14 +354,8 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
 def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
     """Round `max_steps` up to complete cycles, with a warning. Call it again when a run has resumed.
 
-    If the checkpoint was saved between two cycles, the resumed run counts cycles from the checkpoint's step. If the
-    checkpoint was saved inside a cycle, the run counts from the beginning of that cycle. Earlier steps may belong to
-    cycles of another length.
-
-    Args:
-        trainer: Trainer whose `max_steps` is changed in place.
-        cycle: Micro-steps per rollout.
-        requested: `max_steps` as the user has set it.
+    A resumed run counts cycles from the beginning of the checkpoint's cycle, because earlier cycles may have had
+    another length.
     """
     steps = cycle // trainer.accumulate_grad_batches
     num_done_in_cycle = micro_steps_done(trainer) % cycle // trainer.accumulate_grad_batches
@@ -413,10 +386,7 @@ def num_batches(trainer: L.Trainer) -> int:
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
-    """Check that the validation interval fits an epoch. Lightning checks this only after the weights are loaded.
-
-    If an interval is set without validation data, only a warning is logged, so that a recipe also works without its
-    validation data. An interval that is a time may be longer than an epoch.
+    """Check that the validation interval fits an epoch. If there is no validation data, only a warning is logged.
 
     Raises:
         ValueError: If `val_check_interval` is a number of micro-steps that exceeds an epoch, or is a fraction of an
@@ -458,11 +428,7 @@ def check_validation_interval(trainer: L.Trainer) -> None:
 
 
 def check_not_loaded(sharding: Sharding | None, trainer: L.Trainer) -> None:
-    """If the strategy shards weights, refuse an unsharded policy, because each rank would train a separate copy of it.
-
-    Args:
-        sharding: How the loaded policy is sharded; None if it is not loaded yet.
-        trainer: Trainer of the run.
+    """Refuse a policy of which each rank would train a separate copy.
 
     Raises:
         ValueError: If the policy was loaded unsharded before the run, and the strategy shards it.
@@ -492,7 +458,7 @@ def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: i
 
 
 def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngine, world_size: int) -> None:
-    """Check that the ranks can be divided into teams, and that the ranks of a team can share a group.
+    """Check that the ranks can be divided into teams that share groups.
 
     Raises:
         ValueError: If the number of ranks is not a multiple of `ranks_per_group`, if a rank would have no completion,
@@ -521,7 +487,7 @@ def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngin
 
 
 def check_shared_environment(ranks_per_group: int, conversations: Conversations | None) -> None:
-    """Check that the ranks of a team can send each other the environments of their completions.
+    """Check the environment of ranks that share groups.
 
     Raises:
         ValueError: If ranks share groups, and the environment cannot be pickled.
@@ -533,7 +499,7 @@ def check_shared_environment(ranks_per_group: int, conversations: Conversations 
 
 
 def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: str) -> None:
-    """Check the range of `max_staleness`, and warn if nothing corrects for the staleness. Raises: ValueError."""
+    """Check `max_staleness`, and warn if nothing corrects for it. Raises: ValueError if it is negative."""
     if max_staleness < 0:
         raise ValueError(
             f"model.max_staleness must be at least 0 (0 samples from the current weights), got {max_staleness}."
@@ -547,12 +513,7 @@ def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: s
 
 
 def check_conversation(environment: Any, settings: Any, rewards: Sequence[WeightedReward]) -> None:
-    """If settings or rewards need an environment, check that there is an environment.
-
-    Args:
-        environment: `model.environment`.
-        settings: `model.conversation`.
-        rewards: The rewards of the run.
+    """Check settings and rewards of conversations.
 
     Raises:
         ValueError: If `model.conversation`, `EnvironmentReward` or `ToolUse` is given without an environment.
@@ -592,7 +553,7 @@ def check_turn_credit(turn_credit: float, objective: Objective) -> None:
 
 
 def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_group: int) -> None:
-    """If `max_staleness` is above 0, check that rollouts can be sampled in the background.
+    """Check that rollouts can be sampled in the background, if `max_staleness` is above 0.
 
     Raises:
         ValueError: If the engine cannot sample while the policy trains, or if ranks share groups.
@@ -614,9 +575,7 @@ def check_asynchronous(max_staleness: int, engine: RolloutEngine, ranks_per_grou
 
 
 def check_loader_teams(loader: Any, ranks_per_group: int) -> None:
-    """Check that the training loader gives the same prompts to the ranks that share groups.
-
-    This function does not check custom loaders. `SharedGroups.collect` compares their prompts later.
+    """Check the training loader. Custom loaders are checked later (`SharedGroups.collect`).
 
     Raises:
         ValueError: If the number of ranks to which the loader gives each prompt is not `ranks_per_group`.
@@ -652,19 +611,11 @@ def check_loader(
 ) -> None:
     """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A cycle is one rollout and all training on it. If the loader is not known yet, it is not checked. In this case, call
-    this function again when the loader is made.
-
-    Args:
-        trainer: Trainer with the training loader.
-        shape: Shape of a cycle.
-        num_generations: Completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt.
-        needs_more: True with dynamic sampling, which requests further prompts from the loader.
-        max_staleness: Number of cycles after the current one. The loader has to know the prompts of these cycles.
+    A loader that is not known yet is not checked. Call this function again when it is made. `needs_more` is true with
+    dynamic sampling.
 
     Raises:
-        ValueError: If the loader does not match these arguments, or some micro-batches would be empty.
+        ValueError: If the loader does not match the arguments, or some micro-batches would be empty.
     """
     loader, cycle = known_loader(trainer.fit_loop), shape.num_micro_steps
     check_single(loader)
@@ -694,7 +645,7 @@ def check_loader(
 
 
 def warn_of_few_prompts(loader: Any) -> None:
-    """Warn if a source has too few prompts for a rollout, because only an epoch's last rollout should be incomplete."""
+    """Warn if a source has too few prompts for a rollout."""
     if not isinstance(loader, PromptSource) or loader.is_stream:
         return
     num_prompts, per_group = len(loader.prompts), loader.ranks_per_group  # type: ignore[arg-type]
@@ -710,7 +661,7 @@ def warn_of_few_prompts(loader: Any) -> None:
 
 
 def warn_of_unknown_length(rewards: Sequence[WeightedReward], num_steps: int) -> None:
-    """Warn if a reward may use the number of steps of the run, but this number is unknown (-1)."""
+    """Warn if a reward may use the number of steps of the run, but it is unknown (-1)."""
     readers = [reward.name for reward in rewards if reward.names("trainer_state")]
     if num_steps < 0 and readers:
         log.warning(

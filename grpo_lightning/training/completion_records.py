@@ -1,4 +1,4 @@
-"""Make dicts of completions for JSON. They are the results of `predict`, and most fields of `completions.jsonl`."""
+"""Make dicts of completions for JSON, for `predict` and `completions.jsonl`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:
 
 
 def turn_record(turn: Turn) -> dict[str, Any]:
-    """The role, text and number of tokens of a turn and, for the policy's turns, the finish reason and the reward."""
+    """The role, text and length of a turn, and the finish reason and reward of a policy's turn."""
     record = {"role": turn.role, "text": turn.text, "length": turn.end - turn.start}
     if turn.is_sampled:
         record |= {"finish_reason": turn.finish_reason, "reward": turn.reward}

@@ -1,8 +1,4 @@
-"""Checks of a run's data before weights are loaded. Prompts are checked if they are known by then (`known_data`).
-
-Two checks are about ground-truth boxes. Rewards, metrics and callbacks must agree on the coordinate system of the boxes
-in a column. The boxes must not be converted to pixels twice.
-"""
+"""Checks of a run's data before weights are loaded. Prompts are checked if they are known by then (`known_data`)."""
 
 from __future__ import annotations
 
@@ -46,10 +42,9 @@ HUGGING_FACE_DATA = ("datasets.arrow_dataset", "datasets.iterable_dataset", "dat
 
 
 def check_loaders(trainer: L.Trainer) -> None:
-    """Check the loaders of all stages. The loaders of a user's data module are checked once they are made.
+    """Check the loaders of all stages that are known already.
 
-    Lightning accepts a list or dict of loaders. So Lightning would mistake a list of rows for a list of loaders, and
-    would train on the names of the columns.
+    Lightning would mistake a list of rows for a list of loaders, and would train on the names of the columns.
 
     Raises:
         ValueError: If the data of a stage are rows, texts or a Hugging Face dataset, or if an evaluation loader does
@@ -63,12 +58,7 @@ def check_loaders(trainer: L.Trainer) -> None:
 
 
 def refuse_rows(loader: Any, stage: str) -> None:
-    """Refuse rows in place of a loader. Raises: ValueError; the message says how to make a loader of them.
-
-    Args:
-        loader: A loader, or several loaders in a list or dict.
-        stage: Name of the loader in the message.
-    """
+    """Refuse rows in place of a loader of the named stage. Raises: ValueError."""
     loaders = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else []
     if is_rows(loader) or any(is_row(each) or is_rows(each) for each in loaders):
         raise ValueError(
@@ -78,7 +68,7 @@ def refuse_rows(loader: Any, stage: str) -> None:
 
 
 def is_row(value: Any) -> bool:
-    """True for one row of a dataset, that is, a text, a dict or a `Prompt`."""
+    """True for a row of a dataset (a text, a dict or a `Prompt`)."""
     return isinstance(value, str | Mapping | Prompt)
 
 
@@ -93,8 +83,7 @@ def is_rows(value: Any) -> bool:
 def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
     """Check that every dataset in `known_data` has the columns that the rewards need.
 
-    Each dataset is checked separately, because answers in the validation data do not replace answers that are missing
-    in the training data.
+    Each dataset is checked separately.
 
     Raises:
         ValueError: If a column is missing, or a prompt names an unknown reward.
@@ -108,26 +97,21 @@ def check_columns(rewards: RewardSet, trainer: L.Trainer) -> None:
 def check_rows(rewards: RewardSet, trainer: L.Trainer, conversations: Conversations | None = None) -> None:
     """Check that every row in `known_data` can be scored by the rewards that apply to it.
 
-    Boxes are compared with the size of their image if the size is known, so call this function after `check_images`.
-
-    Args:
-        rewards: The rewards of the run.
-        trainer: Trainer with the data.
-        conversations: The conversations of the run; None if the run has no environment.
+    Boxes are compared with the size of their image if it is known, so call this function after `check_images`.
 
     Raises:
-        ValueError: If a reward whose `on_error` is "raise" cannot score some rows; the message names the rows. If a
-            reward with another `on_error` cannot score some rows, only a warning is logged.
+        ValueError: If a reward whose `on_error` is "raise" cannot score some rows. For another `on_error`, only a
+            warning is logged.
     """
     observation_role = None if conversations is None else conversations.runner.observation_role
     rewards.check_rows(itertools.chain.from_iterable(known_data(trainer)), observation_role)
 
 
 def check_images(trainer: L.Trainer) -> None:
-    """Check the images of the prompt sources that were passed to the trainer. Data modules check their own images.
+    """Check the images of the prompt sources that were passed to the trainer.
 
     Raises:
-        ValueError: If some images cannot be read. The message names all of them.
+        ValueError: If some images cannot be read.
     """
     sources = prompt_sources(reading_loops(trainer))
     prompts = [prompt for source in sources for prompt in known_prompts(source.prompts)]
@@ -135,16 +119,15 @@ def check_images(trainer: L.Trainer) -> None:
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """Return the prompts of the data module's datasets and of the prompt sources that were passed to the trainer.
+    """Prompts of the data module's datasets and of the prompt sources passed to the trainer.
 
-    The prompts of other loaders are not known. If a dataset is streamed or read lazily, only its first prompts are
-    known.
+    If a dataset is streamed or read lazily, only its first prompts are known.
     """
     return [known_prompts(data) for data in training_sets(trainer) + evaluation_sets(trainer)]
 
 
 def training_sets(trainer: L.Trainer) -> list[Any]:
-    """Training datasets of the data module and of the prompt sources that were passed to the trainer."""
+    """Training datasets of the data module and of the prompt sources passed to the trainer."""
     return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
 
 
@@ -154,7 +137,7 @@ def evaluation_sets(trainer: L.Trainer) -> list[Any]:
 
 
 def prompt_data_module(trainer: L.Trainer) -> PromptDataModule | None:
-    """The trainer's `PromptDataModule`, or None. The attributes of other data modules can have other meanings."""
+    """The trainer's `PromptDataModule`, or None."""
     datamodule = getattr(trainer, "datamodule", None)
     return datamodule if isinstance(datamodule, PromptDataModule) else None
 
@@ -167,17 +150,13 @@ def _data_sets(trainer: L.Trainer, names: Sequence[str], loops: Sequence[Any]) -
 
 
 def prompt_sources(loops: Sequence[Any]) -> list[PromptSource]:
-    """Prompt sources that were passed to these loops of the trainer. A source that several loops read occurs once."""
+    """Prompt sources that were passed to these loops, each source once."""
     loaders = {id(loader): loader for loader in map(given_loader, loops)}
     return [loader for loader in loaders.values() if isinstance(loader, PromptSource)]
 
 
 def check_evaluated_once(evaluation: Any, training: Any) -> None:
-    """Check that each prompt is evaluated once, and that the evaluation does not disturb training.
-
-    Args:
-        evaluation: One or several loaders of an evaluation; None if not known.
-        training: The training loader; None if not known.
+    """Check the loaders of an evaluation.
 
     Raises:
         ValueError: If a source of an evaluation repeats its prompts, or is also the source of training.
@@ -206,11 +185,7 @@ def sources_in(loaders: Any) -> list[PromptSource]:
 
 
 def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
-    """If the environment has tools, check that no prompt is truncated, and that the data module truncates none.
-
-    A truncated prompt consists of token ids, to which no descriptions of tools can be added. The first observation of
-    an environment cannot be added to it either. `Conversations.with_observation` checks this when an environment
-    returns an observation.
+    """Check for truncated prompts, because descriptions of tools cannot be added to their token ids.
 
     Raises:
         ValueError: If the environment has tools, and a known prompt is truncated or the data module truncates long
@@ -230,12 +205,12 @@ def check_truncation(conversations: Conversations | None, trainer: L.Trainer) ->
 
 
 def known_sources(trainer: L.Trainer) -> list[str]:
-    """The sorted names of the known data sources. Every rank gets the same list."""
+    """Sorted names of the known data sources, the same on every rank."""
     return sorted({name for data in training_sets(trainer) + evaluation_sets(trainer) for name in source_names(data)})
 
 
 def training_sources(trainer: L.Trainer) -> list[str]:
-    """The names of the known training data sources. Every rank gets the same list."""
+    """Names of the known training data sources, the same on every rank."""
     loader = trainer.train_dataloader
     return source_names(loader.prompts) if isinstance(loader, PromptSource) else []
 
@@ -252,18 +227,7 @@ def check_prompts(
     """Check that tokenizer, model and engine support the prompts in `known_data`.
 
     To save time, the function tokenizes only some of the prompts without images, namely one text, one chat, and all
-    prompts that are possibly too long for the model. A text has at most as many tokens as bytes, so a short text is
-    known to fit without being tokenized.
-
-    Args:
-        loader: Loader of the policy.
-        trainer: Trainer with the data.
-        trained: Sampling settings of training completions.
-        validated: Sampling settings of evaluation completions.
-        conversations: The conversations of the run. The chat template must support conversations. The descriptions of
-            tools that the template adds count as tokens of the prompts.
-        max_sequence_length: The engine's maximum number of tokens of a prompt and its completion; None if the engine
-            has no limit of its own.
+    prompts that are possibly too long. Descriptions of tools count as tokens of the prompts.
 
     Raises:
         ValueError: If a prompt (a) is too long for model or engine, (b) has different numbers of images and image
@@ -296,11 +260,10 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Number of tokens of a run's longest possible sequence (longest prompt plus longest completion).
+    """Number of tokens of a run's longest possible sequence.
 
-    If `data.max_prompt_length` is set, it is the length of the longest prompt. Otherwise, this length is measured on
-    the data. The result is None if the length of the longest prompt is unknown (streams, custom loaders). The result is
-    also None if the policy's RoPE does not depend on the sequence length, because the number is then not needed.
+    The longest prompt is `data.max_prompt_length` if set, or else measured on the data. The result is None if its
+    length is unknown (streams, custom loaders), or if the policy's RoPE does not depend on the sequence length.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -323,7 +286,7 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
 
 
 def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
-    """Check that a policy supports every prompt. Raises: ValueError if not; the message names all such prompts."""
+    """Check that a policy supports every prompt. Raises: ValueError that names all other prompts."""
     problems: dict[str, None] = {}  # rows used for both training and validation count once
     for prompt in prompts:
         try:
@@ -337,8 +300,7 @@ def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
 
 
 TEMPLATE_TOKENS = 256
-"""Assumed maximum number of tokens that a chat template adds to a prompt. If a template adds more tokens, a prompt that
-is too long may raise an error only when completions are sampled."""
+"""Assumed maximum number of tokens that a chat template adds to a prompt."""
 
 
 def num_bytes(prompt: Prompt) -> int:
@@ -349,7 +311,7 @@ def num_bytes(prompt: Prompt) -> int:
 
 
 def _num_bytes(text: str) -> int:
-    """Bytes of a text in UTF-8. A lone surrogate, which UTF-8 cannot encode, counts as one byte."""
+    """Bytes of a text in UTF-8. A lone surrogate counts as one byte."""
     return len(text.encode(errors="replace"))
 
 
@@ -358,8 +320,7 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
     Raises:
         ValueError: If a dataset entry has `boxes: norm1000`, and a reward, metric or callback has `gold_coordinates:
-            norm1000`. The boxes are converted to pixels when the dataset is read, and the reward, metric or callback
-            would convert them again.
+            norm1000`. Both convert the boxes to pixels.
     """
     converted = [entry.label for entry in _entries(trainer) if entry.boxes == "norm1000"]
     rewards = [reward.reward for reward in reward_set.rewards]
@@ -376,13 +337,13 @@ def check_turned_once(reward_set: RewardSet, metrics: Sequence[Any], trainer: L.
 
 
 def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyLoader, trainer: L.Trainer) -> None:
-    """Check that rewards, metrics and callbacks agree on box coordinates, and that the policy's coordinates are known.
+    """Check the box coordinates of rewards, metrics and callbacks.
 
     Raises:
-        ValueError: If a metric or callback reads the same column of ground-truth boxes as one or more rewards, and none
-            of these rewards has the same `gold_coordinates` as the metric or callback.
-        ValueError: If a reward, metric or callback has `coordinates: auto`, the data contains images, and the policy is
-            multimodal, but the box coordinate system of the policy's model family is not known.
+        ValueError: If a metric or callback reads the same column of ground-truth boxes as rewards that all have other
+            `gold_coordinates`.
+        ValueError: If a reward, metric or callback has `coordinates: auto`, and the data contains images, but the
+            coordinate system of the multimodal policy is not known.
     """
     rewards, watchers = used_box_rewards(reward_set, trainer), box_readers(_watchers(metrics, trainer))
     for watcher in watchers:
@@ -406,7 +367,7 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
 
 
 def used_box_rewards(reward_set: RewardSet, trainer: L.Trainer) -> list[Any]:
-    """Rewards that compare boxes. `ByMethod` contributes only those of its rewards that a row of the data selects."""
+    """Rewards that compare boxes. `ByMethod` contributes only the rewards that a row selects."""
     used = []
     for reward in (each.reward for each in reward_set.rewards):
         if isinstance(reward, ByMethod):
@@ -423,7 +384,7 @@ def box_readers(candidates: Iterable[Any]) -> list[Any]:
 
 
 def _watchers(metrics: Sequence[Any], trainer: L.Trainer) -> list[Any]:
-    """Metrics and callbacks, which may read ground-truth boxes as rewards do."""
+    """Metrics and callbacks, which may read ground-truth boxes."""
     return [*metrics, *trainer.callbacks]  # type: ignore[attr-defined]
 
 

@@ -38,26 +38,25 @@ class Validation:
 
     success: str | None = None
     """Name of the reward that decides whether a completion solves its prompt. Null selects the first reward that checks
-    answers (`Reward.says_solved`), for example by the ground truth or by tests. If no reward does this, null selects
-    the first of all rewards."""
+    answers (`Reward.says_solved`), or else the first of all rewards."""
 
     success_value: float = 1.0
     """Minimum value of the reward `success` for a completion to count as solved."""
 
     pass_at: list[int] = dataclasses.field(default_factory=list)
-    """Values of k, each at most `num_generations`, for which pass@k is logged. If the list is empty, pass@k is logged
-    only for k = `num_generations`, or not at all if `num_generations` is 1."""
+    """Values of k, each at most `num_generations`, for which pass@k is logged. An empty list means `num_generations`,
+    or no pass@k if `num_generations` is 1."""
 
     confidence: float = 0.95
     """Confidence level of the intervals from `.../low` to `.../high` around avg@G and pass@k."""
 
     metrics: list[Metric] = dataclasses.field(default_factory=list)
     """Additional torchmetrics metrics whose `update` takes an `Evaluation`, for example
-    `grpo_lightning.grounding.MeanIoU`. If `compute` returns a number, the number is logged under the metric's `name`
-    (by default the class name). If `compute` returns a mapping, each value is logged under its key."""
+    `grpo_lightning.grounding.MeanIoU`. A number is logged under the metric's `name` (by default the class name). If
+    `compute` returns a mapping, each value is logged under its key."""
 
     def __post_init__(self) -> None:
-        """Check the fields. Raises: ValueError for a value that is not allowed; the message names field and value."""
+        """Check the fields. Raises: ValueError for a value that is not allowed."""
         fields = [field.name for field in dataclasses.fields(SamplingParams)]
         is_greedy = isinstance(self.sampling, Mapping) and self.sampling.get("temperature") == 0
         limits = [
@@ -84,7 +83,7 @@ class Validation:
         check_ranges("validation", self, limits)
 
     def check_names(self, rewards: Sequence[str]) -> None:
-        """Check the names of metrics (`name`). Raises: ValueError if a reward or another metric has the same name."""
+        """Check metrics' names. Raises: ValueError if a reward or another metric has the same name."""
         names = list(rewards)
         for metric in self.metrics:
             if isinstance(name := getattr(metric, "name", None), str):
@@ -92,12 +91,7 @@ class Validation:
                 names.append(name)
 
     def sampling_settings(self, training: SamplingParams, *, is_greedy: bool) -> tuple[int, SamplingParams]:
-        """Return the number of completions per prompt, and their sampling settings.
-
-        Args:
-            training: Sampling settings of training rollouts.
-            is_greedy: True is for one greedy completion per prompt, False for `num_generations` sampled completions.
-        """
+        """Number of completions per prompt (1 if greedy), and their sampling settings."""
         sampling = dataclasses.replace(training, **self.sampling)
         return (1, dataclasses.replace(sampling, temperature=0.0)) if is_greedy else (self.num_generations, sampling)
 
@@ -121,7 +115,7 @@ class Evaluation:
 
 
 class FurtherMetrics(nn.ModuleList):
-    """Copies of a `Validation`'s metrics. The copies begin empty and are updated together."""
+    """Empty copies of a `Validation`'s metrics, updated together."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         super().__init__(metric.clone() for metric in metrics)
@@ -158,7 +152,7 @@ def merge_numbers(numbers: dict[str, float], others: dict[str, float]) -> dict[s
 
 
 def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
-    """Check that names of metrics are unique. Raises: ValueError if a name is in both arguments."""
+    """Check names of metrics. Raises: ValueError if a name is in both arguments."""
     if duplicates := sorted(set(names) & set(others)):
         raise ValueError(
             f"validation.metrics has {duplicates[0]!r}, which is also the name of a reward or another metric. Remove "
@@ -167,23 +161,21 @@ def check_untaken(names: Iterable[str], others: Iterable[str]) -> None:
 
 
 class EvaluationTable(Metric):
-    """Stores rewards, length etc. of each completion, so that means over batches of unequal sizes are correct.
+    """Stores rewards, length etc. of each completion, for means over batches of unequal sizes.
 
     `compute` returns means over the completions of all ranks: `reward` (the weighted total), each reward by name,
-    `length` (tokens) and `truncated`. For conversations, it also returns `turns` (of the policy) and
-    `environment_failures` (the fraction of conversations in which a call of the environment failed). Mean rewards do
-    not include completions that are not scorable. `compute` also returns `avg@G` and, for each k, `pass@k`. Both are
-    means over prompts, each with the bounds of its confidence interval (`.../low` and `.../high`). `compute` also
-    returns the values of `validation.metrics`. If there are several data sources, `compute` returns all these values
-    for each source, too (`source/<name>/...`). A result that is nan is not returned.
+    `length` (tokens), `truncated` and, for conversations, `turns` (of the policy) and `environment_failures`. Mean
+    rewards do not include completions that are not scorable. `avg@G` and `pass@k` are means over prompts, each with the
+    bounds of its confidence interval (`.../low` and `.../high`). If there are several data sources, `compute` also
+    returns all values for each source (`source/<name>/...`). A result that is nan is not returned.
 
     Args:
         rewards: Names of the rewards.
         num_generations: G, completions per prompt.
-        validation: Determines when a completion counts as solved, the values of k for pass@k, and additional metrics.
+        validation: Settings, including additional metrics.
         sources: Names of the data sources, in the same order on every rank.
-        success: Name of the reward that decides whether a completion counts as solved, used only if
-            `validation.success` is None. If both are None, the first reward decides.
+        success: Name of the reward that decides if `validation.success` is None. Without both, the first reward
+            decides.
     """
 
     full_state_update = False
@@ -198,7 +190,7 @@ class EvaluationTable(Metric):
         success: str | None = None,
     ) -> None:
         super().__init__()
-        # A rank without prompts calls `compute` without `update`, because all ranks take part in gathering the rows.
+        # A rank without prompts calls `compute` without `update`, to take part in gathering the rows.
         kinds = {type(metric).__name__ for metric in (self, *validation.metrics)}
         before = f"The ``compute`` method of metric ({'|'.join(sorted(kinds))}) was called before"
         warnings.filterwarnings("ignore", message=before)
@@ -216,7 +208,7 @@ class EvaluationTable(Metric):
         return cast(list[FurtherMetrics], list(self.metrics_of_sources))
 
     def reset(self) -> None:
-        """Reset to an empty tensor of rows, so that a rank without prompts can take part in gathering the rows."""
+        """Reset to an empty tensor of rows, so that a rank without prompts can take part in gathering."""
         super().reset()
         self.rows.append(torch.zeros(0, self.num_generations, len(self.columns), device=self.device))
         for metrics in (self.metrics, *self.of_sources):
@@ -262,7 +254,7 @@ class EvaluationTable(Metric):
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the reward that decides has more than two different values, none of which counts as solved."""
+        """Warn if the deciding reward has more than two different values, and none counts as solved."""
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
         minimum = self.validation.success_value
@@ -285,12 +277,12 @@ class EvaluationTable(Metric):
 
 
 def num_turns(completion: Completion) -> float:
-    """The number of the policy's turns in a conversation, or nan without an environment."""
+    """Number of the policy's turns; nan without an environment."""
     return math.nan if completion.turns is None else sum(turn.is_sampled for turn in completion.turns)
 
 
 def failures(completion: Completion) -> float:
-    """1 if a call of the environment failed, 0 if no call failed, or nan without an environment."""
+    """1 if a call of the environment failed, else 0; nan without an environment."""
     return math.nan if completion.ending is None else float(bool(completion.ending.failure))
 
 
@@ -311,7 +303,7 @@ def evaluation_tables(
 ) -> dict[str, EvaluationTable]:
     """Make an empty table for each kind of completion: "sampled", and "greedy" if `validation.greedy` is true.
 
-    There is no "greedy" table if the validation temperature is 0, because the sampled completions are then greedy.
+    At validation temperature 0, there is no "greedy" table.
     """
     has_greedy = validation.greedy and validation.sampling.get("temperature") != 0
     sizes = {"sampled": validation.num_generations} | ({"greedy": 1} if has_greedy else {})
@@ -324,9 +316,7 @@ def evaluation_tables(
 def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
     """Metric values by log key, which is `<stage>/...` for sampled and `<stage>/greedy/...` for greedy completions.
 
-    Args:
-        tables: Tables of each data loader. With several loaders, log keys start with `<stage>/loader_<index>/`.
-        stage: "val" or "test".
+    With several data loaders, log keys start with `<stage>/loader_<index>/`. The stage is "val" or "test".
     """
     numbers: dict[str, float] = {}
     for place, of_loader in enumerate(tables):

@@ -1,4 +1,4 @@
-"""If a rank fails, the first rank ends the other ranks. It logs each rank that a signal had ended before."""
+"""If a rank fails, the first rank ends the others, and logs each rank that a signal had ended."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ log = logging.getLogger(__name__)
 def end_launched(trainer: L.Trainer, seconds: float) -> None:
     """Wait for the ranks that Lightning's subprocess launcher started, and then kill those that still run.
 
-    If one rank fails, the other ranks wait for this rank in a collective operation. Only SIGKILL ends a waiting rank.
-
-    Args:
-        trainer: Trainer of the run. If torchrun or SLURM launched the ranks, the function does nothing.
-        seconds: Time limit for all ranks together.
+    Ranks that wait for a failed rank in a collective operation end only by SIGKILL. Nothing happens if torchrun or
+    SLURM launched the ranks. `seconds` is the time limit for all ranks together.
     """
     launcher = subprocess_launcher(trainer)
     if launcher is None:
         return
-    # Cleared because Lightning watches this list: if a process in it fails, Lightning kills this process as well.
+    # Cleared because Lightning kills this process as well if a process in the list fails.
     processes = list(launcher.procs)
     launcher.procs.clear()
     deadline = time.monotonic() + seconds

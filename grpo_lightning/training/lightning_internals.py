@@ -28,18 +28,18 @@ from grpo_lightning.data.prompt_source import PromptSource
 
 
 def reading_loops(trainer: L.Trainer) -> list[Any]:
-    """The loops that read data. The training loop comes first, and the evaluation loops follow."""
+    """The loops that read data. The training loop comes first."""
     validation = trainer.fit_loop.epoch_loop.val_loop
     return [trainer.fit_loop, validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
 def given_loader(loop: Any) -> Any:
-    """The loader, data module or module that was passed to the trainer as the data of a loop; None without data."""
+    """The loader, data module or module that was passed as the data of a loop; None without data."""
     return loop._data_source.instance
 
 
 def known_loader(loop: Any) -> Any:
-    """The loader of a loop; None if it is not known, because a hook of the module or data module has yet to make it."""
+    """The loader of a loop; None if a hook of the module or data module has yet to make it."""
     source, made = loop._data_source, loop._combined_loader
     loader = source.instance if made is None and not source.is_module() else made
     return loader.iterables if isinstance(loader, CombinedLoader) else loader
@@ -59,12 +59,7 @@ def known_length(loader: Any) -> int | None:
 
 
 def keep_order(loaders: Any, *, is_on: bool = True) -> None:
-    """Make prompt sources keep the order of the data from their next epoch on, or shuffle again.
-
-    Args:
-        loaders: A loader, or several loaders in lists and dicts. Only prompt sources are changed.
-        is_on: If false, sources that have `shuffle=True` shuffle again.
-    """
+    """Make prompt sources keep the order of the data from their next epoch on, or shuffle again if `is_on` is false."""
     for loader in CombinedLoader(loaders).flattened:
         if isinstance(loader, PromptSource):
             loader.keeps_order = is_on
@@ -88,7 +83,7 @@ def has_validation_data(trainer: L.Trainer) -> bool:
 
 
 def validation_seconds(trainer: L.Trainer) -> float | None:
-    """`val_check_interval` in seconds; None if it is not a time. Lightning has no public attribute for a time."""
+    """`val_check_interval` in seconds; None if it is not a time."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
@@ -103,8 +98,8 @@ def configured_optimizers(configured: Any) -> list[Optimizer]:
 def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
     """The factor in the gradients before the optimizer's step. It is 1, except for a fused optimizer with 16-mixed.
 
-    A fused optimizer unscales its gradients in its step. For any other optimizer, Lightning itself unscales the
-    gradients before `on_before_optimizer_step`.
+    A fused optimizer unscales its gradients in its step. For other optimizers, Lightning unscales the gradients before
+    `on_before_optimizer_step`.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and _optimizer_handles_unscaling(optimizer) else 1.0
@@ -114,8 +109,8 @@ def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
     """Context in which Lightning can clip the gradients of fused optimizers, if the loss is not scaled (bf16-mixed).
 
-    With mixed precision, Lightning refuses to clip the gradients of fused optimizers, because these optimizers unscale
-    gradients only in their step, after clipping. In bf16-mixed there is no scaler, so nothing has to be unscaled.
+    With mixed precision, Lightning refuses to clip the gradients of fused optimizers, because these unscale only in
+    their step.
     """
     plugin: Any = trainer.precision_plugin
     if not (isinstance(plugin, MixedPrecision) and plugin.scaler is None):
@@ -166,7 +161,7 @@ def last_value(item: Any) -> Any:
 
 
 def forget(item: Any) -> None:
-    """Hide one of the `logged_items` from the loggers until it is logged again. A user's `Metric` is not reset."""
+    """Hide one of the `logged_items` from the loggers until it is logged again."""
     if item.is_tensor:
         item.reset()
     item.has_reset = True
@@ -176,7 +171,7 @@ def forget(item: Any) -> None:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Make a checkpoint callback treat a step as already saved, which Lightning does not do in a resumed run."""
+    """Make a checkpoint callback treat a step as already saved, which Lightning omits in a resumed run."""
     callback._last_global_step_saved = step
 
 
@@ -192,14 +187,13 @@ def micro_steps_done(trainer: L.Trainer) -> int:
 
 
 def num_training_steps(trainer: L.Trainer) -> float:
-    """Number of optimizer steps of a run, including the steps before a resume. Infinity means that the run has no end.
+    """Number of optimizer steps of a run, including those before a resume; infinity if the run has no end.
 
     The number is -1 if only `max_epochs` ends the run, and the length of an epoch is unknown. Call this function only
     after the loaders are set up.
 
-    In a resumed run with `max_epochs`, `Trainer.estimated_stepping_batches` can be wrong, because it assumes that all
-    epochs have as many steps as the epochs after the resume. But earlier epochs can have had another number of steps,
-    if batch size, number of ranks or cycle length has changed.
+    In a resumed run with `max_epochs`, `Trainer.estimated_stepping_batches` can be wrong, because earlier epochs can
+    have had another number of steps.
     """
     steps: float = trainer.estimated_stepping_batches
     if not trainer.global_step or trainer.max_epochs in (None, -1) or math.isinf(trainer.num_training_batches):
@@ -224,9 +218,7 @@ class RunLength(NamedTuple):
 def run_length(trainer: L.Trainer, epoch: float) -> RunLength:
     """Compute the length of a run. Call this function only after the loaders are set up.
 
-    Args:
-        trainer: The trainer.
-        epoch: Completed epochs, including the completed fraction of the current epoch.
+    `epoch` is the number of completed epochs, including the completed fraction of the current epoch.
     """
     steps, limit = num_training_steps(trainer), trainer.max_epochs
     if math.isinf(steps) or steps < 0:
@@ -242,13 +234,9 @@ def run_length(trainer: L.Trainer, epoch: float) -> RunLength:
 def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
-    This position is either after a micro-step inside an epoch, or before the first micro-step of an epoch. Lightning
-    itself writes counters that depend on the hook in which the checkpoint is saved. If a checkpoint is saved at the end
-    of an epoch, or when the run leaves an epoch early (`max_steps`, `should_stop`), then `max_steps` and Lightning's
-    version determine whether the epoch counts as done.
-
-    Args:
-        loops: State dict of the fit loop in a checkpoint, changed in place.
+    It is either after a micro-step inside an epoch, or before the first micro-step of an epoch. Lightning's own
+    counters depend on the hook in which the checkpoint is saved. `loops`, the state dict of the fit loop, is changed in
+    place.
     """
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     num_steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
@@ -272,12 +260,8 @@ def set_position(loops: dict[str, Any]) -> None:
 def restore_position(trainer: L.Trainer) -> None:
     """Restore the training loader's position in a resumed run.
 
-    If the checkpoint was saved at the end of an epoch, the run begins with the next epoch.
-
-    Lightning itself does not restore the position in two cases. In the first case, the checkpoint was saved between two
-    epochs. In the second case, `configure_optimizers` reads the number of steps, so Lightning sets up the loader before
-    it loads the state of the loops from the checkpoint. Without this function, the loader would silently start again at
-    its first epoch.
+    Lightning does not restore the position if the checkpoint was saved between two epochs, or if `configure_optimizers`
+    reads the number of steps, because the loader is then set up too early.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:
@@ -293,10 +277,8 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Adapt the counts of micro-steps in a resumed run to this run's batch size, number of ranks and cycle length.
 
-    Lightning continues from the counts in the checkpoint. If batch size, number of ranks or cycle length has changed,
-    Lightning would end the epoch too early (with prompts left over) or too late. Cycles and accumulation windows would
-    also end at wrong micro-steps, because their ends are computed from these counts. The count of optimizer steps needs
-    no change.
+    Lightning continues from the counts in the checkpoint. So epochs, cycles and accumulation windows would end at wrong
+    micro-steps.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:

@@ -1,8 +1,6 @@
 """Metrics of an optimizer step, and the callbacks that log them.
 
-A metric is kept as a sum and a count, so that means are correct even if micro-batches or ranks have different numbers
-of items. `num_empty_updates` counts the optimizer steps in which all advantages are 0, and `empty_reason` finds the
-likely reason.
+A metric is kept as a sum and a count, because micro-batches and ranks have different numbers of items.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from grpo_lightning.training.lightning_internals import forget, last_value, logg
 log = logging.getLogger(__name__)
 
 Kind = Literal["mean", "sum", "min", "max", "slowest", "rate", "ess"]
-"""How a metric is reduced over ranks. "mean" is a mean over the items of all ranks. "slowest" is a time in seconds:
-each rank sums its time over the step, and the largest of these sums is logged. "rate" is a total over all ranks divided
-by a "slowest" time. "ess" is an effective sample size of importance weights."""
+"""How a metric is reduced over ranks. "mean" is over the items of all ranks. "slowest" is the largest time in seconds
+of a rank in the step. "rate" is a total over all ranks divided by a "slowest" time. "ess" is an effective sample size
+of importance weights."""
 
 OVER_RANKS: Mapping[Kind, Callable[[Iterable[float]], float]] = {
     "mean": sum,
@@ -57,7 +55,7 @@ class Tally:
     kind: Kind
     total: float | Tensor
     count: float | Tensor = 0.0
-    """For a mean, the number of items whose sum is `total`; for an effective sample size, the number of weights."""
+    """For a mean, the number of items; for an effective sample size, the number of weights."""
 
     squares: float | Tensor = 0.0
     """For an effective sample size, the sum of the squared weights."""
@@ -82,15 +80,15 @@ class StepMetrics:
         self._add("sum", name, value)
 
     def add_seconds(self, name: str, value: float) -> None:
-        """Add to a time in seconds. Each rank sums its times over the step, and the largest sum is logged."""
+        """Add to a time in seconds. The sum of the slowest rank is logged."""
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
-        """Add `total` to a rate. Its value is the sum over all ranks, divided by the seconds in the metric `per`."""
+        """Add to a rate, which is divided by the seconds in the metric `per`."""
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
-        """Update a minimum or maximum (`extreme` is `min` or `max`). If there are no values, nothing changes."""
+        """Update a minimum or maximum (`extreme` is `min` or `max`)."""
         known = [float(self.tallies[name].total)] if name in self.tallies else []
         if candidates := [*known, *values]:
             self.tallies[name] = Tally("min" if extreme is min else "max", extreme(candidates))
@@ -108,11 +106,6 @@ class StepMetrics:
         The effective sample size of n weights w is in (0, 1] (Kish 1965):
 
             ESS = (sum of w)^2 / (n x sum of w^2)
-
-        Args:
-            name: Name of the metric.
-            weights: Importance weights of any shape, none negative.
-            mask: Bool of the same shape.
         """
         tally = self.tallies.setdefault(name, Tally("ess", 0.0))
         kept = weights * mask
@@ -132,7 +125,7 @@ class StepMetrics:
     def pop(self) -> dict[str, float]:
         """Return the metrics since the last call, reduced over all ranks. Means without items are left out.
 
-        Collective: all ranks call it, and get the same values. The ranks may have added different metrics.
+        Collective: all ranks call it. The ranks may have added different metrics.
         """
         own = {
             name: Tally(tally.kind, float(tally.total), float(tally.count), float(tally.squares), tally.per)
@@ -148,7 +141,7 @@ class StepMetrics:
 
 
 def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
-    """Reduce the tallies of all ranks. Values are sorted by name, because all ranks must log in the same order."""
+    """Reduce the tallies of all ranks, sorted by name, because all ranks must log in the same order."""
     merged: dict[str, Tally] = {}
     for name in sorted({name for tallies in tallies_by_rank for name in tallies}):
         parts = [tallies[name] for tallies in tallies_by_rank if name in tallies]
@@ -171,8 +164,7 @@ def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float
 
 
 MOST_DIFFERENCE = 20.0
-"""Largest absolute value of a log-ratio in the effective sample size. Larger log-ratios are clamped, so that their
-exponentials stay finite."""
+"""Largest absolute value of a log-ratio in the effective sample size. Larger log-ratios are clamped."""
 
 
 def add_rollout(
@@ -180,15 +172,10 @@ def add_rollout(
 ) -> None:
     """Add length (tokens), truncated fraction, entropy and tokens per second of a rollout's completions.
 
-    `policy/entropy` is the mean entropy of the policy per sampled token, at the time of sampling.
-    `rollout/tokens_per_second` is the number of tokens that all ranks sampled, divided by `time/rollout` of the slowest
-    rank. `rollout/length_stopped` is the mean length of the completions that were not truncated. `rollout/length` also
-    includes truncated completions, which would have become longer without the limits on tokens and turns.
-
-    With asynchronous rollouts, `rollout/staleness` is also added. It is the number of rollouts that were trained on
-    between the sampling of a group and the training on this group, averaged over groups. `time/rollout` is then only
-    the time for which training waits for completions. For `rollout/tokens_per_second`, the number of sampled tokens is
-    therefore divided by `time/sampling`, most of which passes in the background.
+    `policy/entropy` is per sampled token, at the time of sampling. `rollout/length_stopped` is the mean length of the
+    completions that were not truncated. With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts
+    that were trained on between the sampling of a group and the training on it. `rollout/tokens_per_second` is then
+    divided by `time/sampling`, because `time/rollout` is only the time for which training waits for completions.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -208,13 +195,8 @@ def add_rollout(
 def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
     """Add metrics of turns, observations and failures in conversations, and metrics that the environments reported.
 
-    `rollout/turns` is the mean number of the policy's turns per conversation. `rollout/observation_tokens` is the mean
-    number of observation tokens per conversation. `rollout/sampled_fraction` is the share of sampled tokens among all
-    tokens of the completions. Only sampled tokens are trained on. `environment/reward` is the sum of an environment's
-    rewards in a conversation, averaged over the conversations in which the environment gave a reward. An environment
-    can report a number `<name>` with its steps. `environment/<name>` is the sum of this number over the steps of a
-    conversation, averaged over all conversations. `environment/failures/<kind>` is the number of conversations in which
-    a call of the environment failed.
+    Numbers of an environment are summed over the steps of a conversation. `environment/reward` is a mean over the
+    conversations with a reward, and `environment/<name>` over all conversations.
     """
     completions = [completion for group in groups for completion in group.completions]
     for completion in completions:
@@ -241,14 +223,7 @@ def entropy_of(completion: Completion) -> float:
 
 
 def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_once: WarnOnce) -> None:
-    """Add dynamic-sampling counts, and warn if groups without a gradient remain after all rounds.
-
-    Args:
-        metrics: The metrics that the counts are added to.
-        done: The counts.
-        reason: Why all advantages of a group are 0 (`Objective.zero_advantage_reason`).
-        warn_once: Warns once in a run.
-    """
+    """Add dynamic-sampling counts, and warn if groups without a gradient remain after all rounds."""
     metrics.add("rollout/resample_rounds", done.rounds)
     metrics.add_sum("rollout/skipped_prompts", done.num_skipped)
     metrics.add_sum("rollout/kept_zero_variance_groups", done.num_kept)
@@ -270,9 +245,7 @@ def add_resampling(metrics: StepMetrics, done: Resampling, reason: str, warn_onc
 def add_scores(metrics: StepMetrics, scores: Scores) -> None:
     """Add the metrics of the rewards.
 
-    These are the means of the rewards, their standard deviations within groups, the number of their failures, and the
-    numbers that the rewards themselves log with `log_metric` (`Scores.metrics`). Further metrics are the shares of
-    zero-variance groups and of completions that are not scorable.
+    These include the numbers that the rewards log with `log_metric` (`Scores.metrics`).
     """
     total = scores.total
     scorable = ~total.isnan()
@@ -291,7 +264,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations of all rows of [N, G] that have at least two values."""
+    """Sum and number of the unbiased standard deviations of the rows of [N, G] with at least two values."""
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -316,24 +289,13 @@ def add_update(
 ) -> None:
     """Add KL, ratio and clip fractions of a micro-batch, over its trained tokens.
 
-    The KL to the reference and the fraction of selected tokens are means over the trained tokens of all completions.
-    The other means describe the policy loss, to which completions with advantage 0 do not contribute. So the other
-    means are means over the trained tokens whose advantage is not 0. Completions with advantage 0 are left out of the
-    micro-batches only if no mean over all completions is logged (`GRPOLightningModule.split_rollout`).
+    The KL to the reference and the fraction of selected tokens are means over all trained tokens. The other means are
+    over the trained tokens with an advantage other than 0, because only these contribute to the policy loss.
 
-    `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token. It measures how
-    much the distribution that the engine sampled from differs from the distribution that training computes.
-    `policy/rollout_difference_max` is the largest absolute difference between the policy's and the engine's log-prob of
-    a token, in nats. The importance weight of a token is the policy's probability of the token, divided by the
-    engine's. `policy/rollout_ess` is the effective sample size of these weights, as a fraction of the number of tokens:
-    1 if engine and policy agree.
-
-    Args:
-        metrics: Metrics of the optimizer step, changed in place.
-        batch: The micro-batch.
-        terms: Result of the objective for this micro-batch.
-        is_engine_compared: False if the engine's log-probs serve as the old log-probs, so that there is nothing to
-            compare.
+    `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token.
+    `policy/rollout_difference_max` is the largest absolute difference between the two log-probs of a token, in nats.
+    `policy/rollout_ess` is the effective sample size of the weights policy / engine, as a fraction of the number of
+    tokens.
     """
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
@@ -364,17 +326,14 @@ def add_update(
 
 
 def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:
-    """Add a micro-batch's share of the load-balancing loss, and the largest load of an expert in the step."""
+    """Add a micro-batch's share of the load-balancing loss, and the largest load of an expert."""
     metrics.add_sum("policy/router_aux_loss", share)
     if opens_update:  # the load of the entire step, the same on all ranks
         metrics.add("policy/max_expert_load", largest)
 
 
 def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: int) -> int:
-    """Count a cycle's updates in which all trained tokens, on all ranks, have advantage 0.
-
-    Collective: all ranks call it.
-    """
+    """Count a cycle's updates in which all trained tokens have advantage 0. Collective: all ranks call it."""
     has_advantage = [((batch.token_advantages != 0) & batch.completion_mask).any() for batch in micro_batches]
     of_updates = torch.stack(has_advantage).view(updates_per_rollout, -1).any(dim=1)
     return int((ranks.max_over_ranks(of_updates.int()) == 0).sum())
@@ -383,10 +342,7 @@ def num_empty_updates(micro_batches: Sequence[MicroBatch], updates_per_rollout: 
 def empty_reason(
     rollout: Rollout, objective: Objective, overlong_filter: OverlongFilter, max_completion_length: int
 ) -> str:
-    """The most likely reason why all trained tokens of a rollout have advantage 0.
-
-    Collective: all ranks call it.
-    """
+    """The most likely reason why all trained tokens have advantage 0. Collective: all ranks call it."""
     completions = [completion for group in rollout.groups for completion in group.completions]
     causes = Counter(untrained_cause(completion, overlong_filter) for completion in completions)
     num_scorable = 0 if rollout.scores is None else int((~rollout.scores.total.isnan()).sum())
@@ -421,8 +377,7 @@ def empty_reason(
 
 
 Untrained = Literal["length", "turns", "failure", "mask"]
-"""Why a completion is not trained on, whatever its advantage is: the overlong filter masks it because it reached the
-maximum length or number of turns; its environment failed; or something else has masked all its tokens."""
+"""Why a completion is not trained on, whatever its advantage is."""
 
 
 def untrained_cause(completion: Completion, overlong_filter: OverlongFilter) -> Untrained | None:
@@ -439,16 +394,12 @@ def untrained_cause(completion: Completion, overlong_filter: OverlongFilter) -> 
 class StepLog(L.Callback):
     """Passes the metrics of every rollout to the loggers exactly once.
 
-    For each metric of a training step, Lightning keeps the last value, and passes this value to the loggers again at
-    every later step. Without this callback, the rewards of a rollout with several optimizer steps would be logged at
-    each of these steps. For a rollout without scorable completions, the rewards of the previous rollout would be logged
-    again. `trainer.callback_metrics` still contains the last values, so metrics that callbacks monitor never disappear.
+    Lightning would pass the last value of a metric to the loggers again at every later step. `trainer.callback_metrics`
+    still contains the last values.
 
-    The metrics of a rollout belong to the first optimizer step of its cycle, but Lightning passes metrics to the
-    loggers only at every `log_every_n_steps`-th step. With two optimizer steps per rollout and an even
-    `log_every_n_steps`, Lightning would never log at the first step of a cycle. So this callback sets
-    `trainer.log_every_n_steps` to 1 during the first step of each cycle, and to the user's value during all other
-    steps. A value of 0, which turns logging off, is not changed.
+    The metrics of a rollout belong to the first optimizer step of its cycle. So this callback sets
+    `trainer.log_every_n_steps` to 1 during the first step of each cycle. A value of 0, which turns logging off, is not
+    changed.
     """
 
     def __init__(self) -> None:
@@ -460,7 +411,7 @@ class StepLog(L.Callback):
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Before an optimizer step's first micro-batch, reset metrics of the last step, but not means over an epoch."""
+        """Before an optimizer step's first micro-batch, reset metrics of the last step."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return
@@ -494,7 +445,7 @@ def logged_this_step(trainer: L.Trainer) -> dict[str, Tensor]:
 
 
 def wait_for(device: torch.device | None) -> None:
-    """Wait until a GPU has done its work, so that a measured time includes the work. Does nothing on other devices."""
+    """Wait until a GPU has done its work, so that a measured time includes the work."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -502,10 +453,8 @@ def wait_for(device: torch.device | None) -> None:
 class UpdateLog(L.Callback):
     """Logs `time/update`, `policy/lr` and `policy/grad_norm`, once per optimizer step.
 
-    `policy/lr` is the learning rate of the first parameter group during the step. `time/update` is the time in seconds
-    of the forward passes, the backward passes and the optimizer. Each rank sums this time over the step, and the
-    largest of these sums is logged. `policy/grad_norm` is the norm of the gradient of the entire step over all ranks,
-    before clipping.
+    `policy/lr` belongs to the first parameter group. `time/update` (seconds) covers forward passes, backward passes and
+    the optimizer. `policy/grad_norm` is the norm over all ranks before clipping.
     """
 
     def __init__(self) -> None:
@@ -550,16 +499,15 @@ class UpdateLog(L.Callback):
 class EvaluationLog(L.Callback):
     """Logs the metrics of a validation or test at the end of its epoch.
 
-    As the first callback of the Trainer, it logs before all other callbacks run, so `on_validation_epoch_end` of these
-    callbacks sees the new values in `trainer.callback_metrics`.
+    It is the first callback of the Trainer, so that all other callbacks see the new values in
+    `trainer.callback_metrics`.
     """
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Log the metrics of a validation."""
         if hasattr(pl_module, "log_evaluation"):  # the Trainer may later run another module with the same callbacks
             pl_module.log_evaluation()
-            # Lightning reduces logged values over the ranks when they are first read. All ranks read them here, because
-            # a callback may read them on one rank only.
+            # Lightning reduces logged values over the ranks when they are first read, perhaps on one rank only.
             trainer.callback_metrics  # noqa: B018
 
     on_test_epoch_end = on_validation_epoch_end
@@ -568,9 +516,8 @@ class EvaluationLog(L.Callback):
 class PeakMemory(L.Callback):
     """Logs each phase's peak of allocated memory on CUDA devices as `memory/<phase>_gib`, once per optimizer step.
 
-    The value is the maximum of torch.cuda.max_memory_allocated over all ranks, in GiB. The phases are those that the
-    hook `on_phase` announces. The phase "update" ends after the optimizer step. The callback resets PyTorch's peak
-    statistics at the start of each phase.
+    The value is the maximum over all ranks. The phase "update" ends after the optimizer step. The callback resets
+    PyTorch's peak statistics.
     """
 
     def __init__(self) -> None:
@@ -594,7 +541,7 @@ class PeakMemory(L.Callback):
             self.peaks = {}
 
     def close_phase(self, device: torch.device) -> None:
-        """Record the peak of the phase that ends, and reset PyTorch's peak statistics for the next phase."""
+        """Record the peak of the phase that ends."""
         if device.type != "cuda":
             return
         if self.phase:

@@ -1,9 +1,8 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
-A rollout of N groups is split into `updates` optimizer steps, and each step is split into `accumulate` micro-batches.
-The order of the data decides to which update a completion belongs. The distribution of an update's completions over its
-micro-batches affects only memory and padding, not the gradient, because the loss is divided by the number of tokens or
-completions of the entire update.
+A rollout is split into `updates` optimizer steps of `accumulate` micro-batches each. The order of the data decides to
+which update a completion belongs. The split of an update into micro-batches affects only memory and padding, not the
+gradient, because the loss is divided by the number of tokens or completions of the entire update.
 """
 
 from __future__ import annotations
@@ -73,11 +72,11 @@ class CompletionRow:
 
 @dataclass
 class MicroStep:
-    """One micro-step of a cycle, that is, the training on one micro-batch."""
+    """The training on one micro-batch."""
 
     batch: MicroBatch
     counts: StepCounts
-    """Counts of trained tokens and completions in the update that the micro-batch belongs to."""
+    """Counts of trained tokens and completions in the update."""
 
     closes_update: bool
     """True for the last micro-batch of the update."""
@@ -111,19 +110,14 @@ class CycleShape:
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def cycles_left(self, max_steps: int, num_steps: int) -> float:
-        """Number of cycles after the one that starts now.
-
-        Args:
-            max_steps: Optimizer steps of the run. For -1 (no limit), the number of cycles is infinite.
-            num_steps: Optimizer steps before the cycle that starts now.
-        """
+        """Number of cycles after the one that starts now, at `num_steps`. `max_steps` -1 means no limit."""
         if max_steps < 0:
             return math.inf
         per_cycle = self.updates_per_rollout * self.num_iterations
         return max(0, math.ceil((max_steps - num_steps) / per_cycle) - 1)
 
     def wrong_loader(self, given: int, *, is_from_source: bool) -> str:
-        """Error message for a loader that yields every batch `given` times, not `num_micro_steps` times."""
+        """Error message for a loader that yields every batch `given` times."""
         times = "once" if given == 1 else f"{given} times"
         cycle = f"cycle=module.cycle_length({self.accumulate_grad_batches})"
         return (
@@ -138,11 +132,7 @@ class CycleShape:
         )
 
     def check_cycle(self, cycle: Cycle) -> Cycle:
-        """Check that `split_rollout` returned a cycle of the right length, and return the cycle.
-
-        Raises:
-            ValueError: If the number of micro-batches or of updates is wrong.
-        """
+        """Check and return a cycle. Raises: ValueError if the number of micro-batches or updates is wrong."""
         given, expected = len(cycle.micro_batches), self.accumulate_grad_batches * self.updates_per_rollout
         if (given, len(cycle.counts)) != (expected, self.updates_per_rollout):
             raise ValueError(
@@ -154,14 +144,10 @@ class CycleShape:
         return cycle
 
     def check_resumed(self, *, num_updates: int, num_iterations: int) -> None:
-        """Check that the pending cycle of a checkpoint has as many updates and epochs as a cycle of this run.
-
-        Args:
-            num_updates: `updates_per_rollout` of the checkpoint's run.
-            num_iterations: `num_iterations` of the checkpoint's run.
+        """Check the pending cycle of a checkpoint.
 
         Raises:
-            ValueError: If one of the two numbers differs from this run's.
+            ValueError: If its number of updates or of epochs differs from this run's.
         """
         if (num_updates, num_iterations) != (self.updates_per_rollout, self.num_iterations):
             raise ValueError(
@@ -173,14 +159,9 @@ class CycleShape:
     def check_position(self, pending: Cycle | None, batch: PromptBatch, position: int) -> None:
         """Check that the loader, the current cycle and the trainer are at the same micro-step.
 
-        Args:
-            pending: The current cycle, if there is one.
-            batch: Batch that the loader yields for this micro-step.
-            position: Index of the micro-step in its cycle, as counted by the trainer.
-
         Raises:
-            RuntimeError: If the loader does not repeat each batch for every micro-step of a cycle, if the loader is
-                at another micro-step than the trainer, or if the rollout of the cycle is missing.
+            RuntimeError: If the loader does not repeat each batch for every micro-step of a cycle, if the loader is at
+                another micro-step than the trainer, or if the rollout of the cycle is missing.
         """
         cycle = self.num_micro_steps
         if batch.cycle != cycle:
@@ -202,8 +183,7 @@ class CycleShape:
 class Cycle:
     """The micro-batches of one rollout, and the number of micro-steps done so far.
 
-    A cycle is the training on one rollout. It consists of `num_iterations` epochs over the rollout's micro-batches. An
-    epoch consists of optimizer steps (updates) of `accumulate` micro-batches each.
+    An epoch consists of optimizer steps (updates) of `accumulate` micro-batches each.
 
     Args:
         micro_batches: The micro-batches of all updates of one epoch, in training order.
@@ -250,10 +230,9 @@ class Cycle:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data for resuming inside the cycle, for example ids, masks, log-probs and advantages.
+        """Return the data for resuming inside the cycle.
 
-        Images of the prompts are not included, because a resumed run reads them again. Images that environments have
-        shown to the policy are included, encoded as `data:` URLs.
+        Images of the prompts are not included. Images that environments have shown are included as `data:` URLs.
         """
 
         def save(batch: MicroBatch) -> dict[str, Any]:
@@ -282,9 +261,8 @@ class Cycle:
 class Share:
     """This rank's part of the rollout of all ranks.
 
-    A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin. The first
-    group of each team comes first, then the second group of each team, and so on. In a round of dynamic sampling, teams
-    can have unequal numbers of groups.
+    A team consists of the ranks that share the same groups. The groups of all teams are ordered round-robin. In a round
+    of dynamic sampling, teams can have unequal numbers of groups.
     """
 
     counts: Sequence[int]
@@ -296,8 +274,7 @@ class Share:
     """This rank has every `ranks_per_group`-th completion of a group, beginning with the index `member`."""
 
     num_generations: int | None = None
-    """Group size G. May be None if this rank has all completions of its groups: G is then the number of completions in
-    each group."""
+    """Group size G. May be None if this rank has all completions of its groups."""
 
     @property
     def num_groups(self) -> int:
@@ -324,19 +301,18 @@ def plan_micro_batches(
 
     Args:
         groups: N groups of G completions.
-        advantages: [N, G] advantages of the completions.
-        updates: Number of optimizer steps that the rollout is split into.
+        advantages: [N, G] advantages.
+        updates: Number of optimizer steps.
         accumulate: Micro-batches per update.
-        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
-        skip_zero_advantages: If true, completions whose tokens all have advantage 0 are left out of the micro-batches.
-            The returned counts still include these completions.
-        share: This rank's part of the rollout of all ranks; None if `groups` is the complete rollout.
-        cost: Computes the cost of a micro-batch. This cost decides how an update is split (`split_update`). None uses
-            `padded_cost`.
+        pad_id: Any token id, because padding is masked.
+        skip_zero_advantages: If true, completions whose tokens all have advantage 0 are left out of the micro-batches,
+            but not of the counts.
+        share: This rank's part of the rollout; None if `groups` is the complete rollout.
+        cost: As in `split_update`.
 
     Returns:
-        This rank's micro-batches in order, and the rank's counts for each update: the number of completion tokens that
-        are not masked, and the number of completions with at least one such token.
+        This rank's micro-batches in order, and its counts for each update: unmasked completion tokens, and completions
+        with at least one such token.
     """
     rows = [
         [
@@ -369,16 +345,11 @@ def plan_over_ranks(
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
-    Args:
-        groups: N groups of this rank, each with K completions. N may be 0. K is the group size G. If several ranks
-            share a group, K is the number of the group's completions on this rank.
-        advantages: [N, K] advantages of the completions.
-        teams: The ranks that share groups; None if no group is shared.
-        **settings: Arguments of `plan_micro_batches`.
+    `groups` are N groups of this rank, each with this rank's K completions of the group. N may be 0. `advantages` is
+    [N, K]. `settings` are arguments of `plan_micro_batches`.
 
     Returns:
-        This rank's micro-batches in order, and the numbers of trained tokens and completions in each update, summed
-        over all ranks.
+        This rank's micro-batches in order, and the counts of each update, summed over all ranks.
     """
     teams = teams or Teams()
     num_groups = teams.gather_from_firsts(len(groups))
@@ -392,13 +363,7 @@ def plan_over_ranks(
 def agree_on_chunks(micro_batches: Sequence[MicroBatch], scorer: Scorer) -> None:
     """Make all ranks use equally many chunks (forward passes) for each micro-batch. Collective: all ranks call it.
 
-    The rank that needs the most chunks for a micro-batch determines their number. Sharded weights are gathered by all
-    ranks together, so all ranks must run the same number of forward passes. Call this function before the first forward
-    pass, even for micro-batches that come from an overridden `split_rollout` or from a checkpoint.
-
-    Args:
-        micro_batches: This rank's micro-batches.
-        scorer: The scorer, which determines how many forward passes a micro-batch needs.
+    The ranks gather sharded weights together. Call this function before the first forward pass.
     """
     needed = [[scorer.num_chunks(batch), scorer.num_image_chunks(batch)] for batch in micro_batches]
     most = ranks.max_over_ranks(torch.tensor(needed)).tolist()
@@ -411,12 +376,8 @@ def give_images(
 ) -> None:
     """Add to each micro-batch the images of its prompts and completions.
 
-    Args:
-        micro_batches: Micro-batches of one rollout.
-        vision: Vision inputs of all groups of the rollout, in order; None for a text-only policy.
-        blank: The encoder's blank image if a completion of any rank contains images; otherwise None. A rank whose
-            micro-batch has no such completion runs the vision tower on the blank image, so that all ranks run the same
-            forward passes.
+    If a completion of any rank contains images, `blank` is the encoder's blank image. Ranks without such completions
+    run the vision tower on `blank`, so that all ranks run the same forward passes.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
@@ -427,24 +388,21 @@ def give_images(
 
 
 def forget_features(micro_batches: Sequence[MicroBatch]) -> None:
-    """Remove the stored image features of all prompts, because the vision tower that computed them is being trained."""
+    """Remove the stored image features of all prompts, because the vision tower is being trained."""
     for batch in micro_batches:
         for prompt in batch.vision.prompts if batch.vision else ():
             prompt.features = None
 
 
 def blank_of(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> Mapping[str, Tensor] | None:
-    """The encoder's blank image (see `give_images`) if a completion of any rank contains images, else None.
-
-    Collective: all ranks call it.
-    """
+    """The encoder's blank image (see `give_images`) if a completion of any rank has images. Collective."""
     if not encoder.is_multimodal or encoder.family is None:
         return None
     return encoder.blank if ranks.any_over_ranks(any(any(batch.images) for batch in micro_batches)) else None
 
 
 def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iterator[PromptVision]:
-    """Yield the vision inputs of prompt and completion together. They are empty for completions without images."""
+    """Yield the vision inputs of prompt and completion together, empty for completions without images."""
     prompt_ids = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
     images = batch.images or [()] * len(batch.completion_ids)
     rows = zip(batch.prompt_index.tolist(), batch.completion_ids, batch.attention_mask, images, strict=True)
@@ -453,7 +411,7 @@ def conversations_of(batch: MicroBatch, prompts: Sequence[PromptVision]) -> Iter
 
 
 def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[str, Any]]]:
-    """Encode the images in completions as `data:` URLs for a checkpoint, because nothing else stores these images."""
+    """Encode the images in completions as `data:` URLs for a checkpoint."""
     return [
         [
             {
@@ -469,11 +427,7 @@ def saved_images(images: Sequence[Sequence[ObservedImages]]) -> list[list[dict[s
 
 
 def loaded_batch(fields: Mapping[str, Any]) -> MicroBatch:
-    """Restore a checkpoint's micro-batch, without vision inputs.
-
-    For images in completions (observations of an environment), the image references and the text of the observation are
-    restored. `restore_observed` then encodes these images for the policy.
-    """
+    """Restore a checkpoint's micro-batch. `restore_observed` then encodes the images in completions."""
     finder = ImageFinder("the checkpoint")
     images = [
         [
@@ -496,18 +450,16 @@ def restore_observed(micro_batches: Sequence[MicroBatch], encoder: Encoder) -> N
         for each in (observed for of_row in batch.images for observed in of_row):
             encoded = encoder.from_text(each.vision.text, each.vision.sources, "the checkpoint").vision
             assert encoded is not None
-            # The completion lacks the first token of the encoded observation if the policy's turn already ended with
-            # this token.
+            # The completion lacks the observation's first token if the policy's turn already ended with this token.
             length = each.end - each.start
             encoded.token_types = {name: types[-length:] for name, types in encoded.token_types.items()}
             each.vision = encoded
 
 
 def find_prompts(micro_batches: Sequence[MicroBatch], prompts: Sequence[Prompt]) -> None:
-    """In a resumed cycle, set each micro-batch's `groups` to the positions that its prompts have in the loader's batch.
+    """In a resumed cycle, set each micro-batch's `groups` to the positions of its prompts in the loader's batch.
 
-    The cycle may lack prompts of the loader's batch, or contain them in another order, so the prompts are found by
-    `Prompt.key`.
+    The prompts are found by `Prompt.key`.
 
     Raises:
         ValueError: If the loader's batch lacks a prompt of the cycle.
@@ -536,9 +488,8 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, the function divides single completions among the updates
-    instead of groups. The index of a group or completion in the rollout of all ranks determines its update. So every
-    number of ranks gives the same updates.
+    If all ranks together have fewer groups than updates, single completions are divided instead. Indices over all ranks
+    determine the update, so every number of ranks gives the same updates.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:
@@ -557,37 +508,29 @@ def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share)
 
 
 RowsCost = Callable[[list[CompletionRow]], float]
-"""Computes the cost, in tokens, of a micro-batch of the given completions; 0 if there are no completions."""
+"""Computes the cost of a micro-batch in tokens; 0 if there are no completions."""
 
 
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of about equal cost, the most expensive first.
 
-    The function puts the completions into three orders, cuts each order into parts of balanced size in two ways, and
-    returns the best of these splits. The orders are:
+    The function cuts three orders of the completions into parts of balanced size. The orders are:
 
-    - The first order contains whole groups, so the policy processes each prompt once. This order is used only if there
-      are at least as many groups as micro-batches.
-    - The second order contains the completions group by group, so at most one prompt per cut is processed twice.
-    - The third order sorts the completions by length. There is less padding, but many prompts are processed several
-      times.
+    - whole groups, so the policy processes each prompt once (only with at least as many groups as micro-batches);
+    - the completions group by group, so at most one prompt per cut is processed twice;
+    - the completions by length, with less padding, but with many prompts processed several times.
 
-    The two ways measure the size of a part differently. In the first way, the size is the number of tokens without
-    padding, because the scorer's chunks (`AutoChunks`) contain little padding. In the second way, the size is the
-    number of tokens after all prompts are padded to the longest prompt of the part, and all completions to the longest
-    completion. The best split has the smallest
+    The size of a part is its number of tokens, either without padding or with padding to the longest prompt and the
+    longest completion. The best split has the smallest
 
         (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
-    The first term is the time that this rank needs alone. The second term is the time if the ranks wait for each other
-    in every micro-batch. The second term also grows with the peak memory.
+    The second term is the time if the ranks wait for each other in every micro-batch.
 
     Args:
         rows: The completions of an update.
-        parts: Number of micro-batches. This number affects only memory and time, not the gradient.
-        cost: Computes the cost of a micro-batch (`Scorer.cost`). Splits are compared by this cost. None uses
-            `padded_cost`. Different ranks are allowed to choose different splits, because every rank has `parts`
-            micro-batches, and micro-batches of the same index have similar costs.
+        parts: Number of micro-batches.
+        cost: Computes the cost of a micro-batch (`Scorer.cost`). None uses `padded_cost`.
     """
     if parts == 1:
         return [rows]
@@ -619,7 +562,7 @@ def join_units(units: list[list[CompletionRow]]) -> list[CompletionRow]:
 
 
 def prompt_lengths(rows: Sequence[CompletionRow]) -> list[int]:
-    """Number of tokens of each prompt. A prompt that several of the completions share occurs once."""
+    """Number of tokens of each prompt, without repetition."""
     return list({row.group: len(row.prompt_ids) for row in rows}.values())
 
 
@@ -629,7 +572,7 @@ def num_tokens(rows: list[CompletionRow]) -> int:
 
 
 def padded_cost(rows: list[CompletionRow]) -> int:
-    """Tokens of a micro-batch, with prompts padded to the longest prompt, and completions to the longest completion."""
+    """Tokens of a micro-batch, padded to the longest prompt and the longest completion."""
     if not rows:
         return 0
     prompts = prompt_lengths(rows)
@@ -637,10 +580,7 @@ def padded_cost(rows: list[CompletionRow]) -> int:
 
 
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
-    """Cut a list into `parts` pieces so that the most expensive piece costs as little as possible.
-
-    The cost of the most expensive piece is found by bisection, with a tolerance of 1 %.
-    """
+    """Cut a list into `parts` pieces, of which the most expensive costs as little as possible (within 1 %)."""
 
     def cut(limit: int) -> list[list[Item]]:
         runs, start = [], 0
@@ -691,14 +631,9 @@ def collate(rows: list[CompletionRow], pad_id: int) -> MicroBatch:
 
 
 def dummy_micro_batch(groups: list[list[CompletionRow]], pad_id: int) -> MicroBatch:
-    """Make a micro-batch of one masked token, for a rank that has no completions left for this micro-step.
+    """Make a micro-batch of one masked token, for a rank without completions in this micro-step.
 
-    The policy processes this micro-batch like any other, so that all ranks take part in the same collective operations.
-
-    Args:
-        groups: Groups of this rank. The masked token is the first token of the first group's first completion, or
-            `pad_id` if this rank has no groups.
-        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
+    With it, all ranks take part in the same collective operations.
     """
     row = groups[0][0] if groups else CompletionRow(-1, [pad_id], Completion([pad_id], [0.0], "length"), 0.0)
     token = Completion([*row.completion.token_ids[:1]] or [pad_id], [0.0], "length", mask=[False])

@@ -20,16 +20,10 @@ CPU = torch.device("cpu")
 def offloaded(
     names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Keep the reference or the optimizer states on the CPU inside the `with` block, while completions are sampled.
+    """Keep the reference or the optimizer states on the CPU inside the `with` block.
 
-    `model.offload` names the tensors to offload. By default, it names none, because copying tensors to the CPU and back
-    takes time in every rollout. Tensors that the strategy always keeps on the CPU stay there.
-
-    Args:
-        names: Tensors to offload: "reference", "optimizer".
-        policy: The policy. Its weights stay on their device, including weights that the policy and the reference share.
-        reference: The reference. It must be a `FrozenCopy` if `names` contains "reference".
-        optimizers: Optimizers of the trainer. The states of the first optimizer are offloaded. The list can be empty.
+    Weights that the policy and the reference share stay on their device. Only the first optimizer is offloaded. The
+    reference is a `FrozenCopy` if `names` contains "reference".
     """
     with contextlib.ExitStack() as stack:
         if "reference" in names:
@@ -74,7 +68,7 @@ def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. From a GPU, copy to pinned memory without waiting, which is several times as fast."""
+    """Copy a tensor to the CPU. From a GPU, copy to pinned memory without waiting, which is faster."""
     if tensor.device.type != "cuda":
         return tensor.to(CPU)
     return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)

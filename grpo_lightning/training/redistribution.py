@@ -1,13 +1,12 @@
 """Redistribute the pending cycle of a checkpoint over a different number of ranks.
 
-A cycle is one rollout and all training on it. It is pending if the checkpoint was saved before this training ended. The
-completions of the rollout are assigned to ranks as in a run that began with the new number of ranks (see `Teams`):
+The completions are assigned to ranks as in a run that began with the new number of ranks (see `Teams`):
 
     group g belongs to team g mod (W / R);   completion c of the group belongs to member c mod R
 
 W is the new number of ranks, and R = `ranks_per_group`. A completion stays in its optimizer step, and keeps its
-advantage and its old and reference log-probs. The loss of a step is divided by the number of tokens or completions of
-all ranks. So loss and gradient of every step are unchanged, apart from the order in which floats are summed.
+advantage and log-probs. So loss and gradient of every step are unchanged, apart from the order in which floats are
+summed.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class SavedRow(CompletionRow):
 
 
 def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, int]:
-    """Make the entries of a rank's saved cycle that describe the rank's part of the rollout.
+    """The entries of a rank's saved cycle that describe its part of the rollout.
 
     The i-th group of the rank has index `first_group + i * group_step` among the groups of all ranks. Within a group,
     the i-th completion of the rank has index `first_completion + i * completion_step`.
@@ -73,19 +72,13 @@ def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, i
 def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, pad_id: int) -> Cycle:
     """Redistribute a pending cycle for this run's numbers of ranks and micro-batches.
 
-    Args:
-        saved: The cycles that the ranks of the checkpoint's run saved: each is a `Cycle.state_dict` with the entries of
-            `saved_share`.
-        shape: Number of updates and micro-batches of a cycle in this run.
-        teams: This run's ranks.
-        pad_id: Token id that fills up sequences. Any id works, because padding is masked.
+    `saved` contains the `Cycle.state_dict` of every rank of the checkpoint's run, with the entries of `saved_share`.
 
     Returns:
-        This rank's part of the cycle. `MicroBatch.num_chunks`, on which ranks have to agree, is not set.
+        This rank's part of the cycle, without `MicroBatch.num_chunks`.
 
     Raises:
-        ValueError: If a micro-batch does not state which completions it contains. Only an overridden `split_rollout`
-            can return such micro-batches.
+        ValueError: If a micro-batch does not state which completions it contains (from an overridden `split_rollout`).
     """
     updates = [list[SavedRow]() for _ in saved[0]["counts"]]
     has_images = False

@@ -3,14 +3,13 @@
     loss = E * sum over e of  f[e] * P[e]              only P has a gradient
 
 f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean router probability of expert e
-(`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, in all micro-batches,
-chunks and ranks. A prompt counts once for each of its completions.
+(`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, on all ranks. A prompt
+counts once for each of its completions.
 
-The loss is linear in P, so each micro-batch adds a share of the loss, computed with f and with the router probabilities
-of its own tokens. Even the first share needs the f of the entire step. Therefore, before the step, the policy processes
-all micro-batches except the first one in an additional pass without gradients. The first micro-batch's forward pass
-with gradients then completes f. A step with only one micro-batch needs no additional pass. The additional pass runs
-without adapter dropout (`policy.lora.dropout`), so f is only approximate if the adapters have dropout.
+The loss is linear in P, so each micro-batch adds a share, computed with f and its own router probabilities. Even the
+first share needs the f of the entire step. So before the step, the policy processes all micro-batches except the first
+one in an additional pass without gradients. This pass runs without adapter dropout (`policy.lora.dropout`), so f is
+only approximate with dropout.
 """
 
 from __future__ import annotations
@@ -35,41 +34,28 @@ log = logging.getLogger(__name__)
 
 
 class RouterLoss:
-    """Computes each micro-batch's share of the load-balancing loss of an optimizer step.
-
-    Args:
-        routers: The policy's routers.
-        coefficient: Weight of the loss.
-    """
+    """Computes each micro-batch's share of the load-balancing loss of an optimizer step."""
 
     def __init__(self, routers: Routers, coefficient: float) -> None:
         self.routers = routers
         self.coefficient = coefficient
         self.others: list[RouterLoad] = []
-        """Router loads of this rank's micro-batches of the step, except the first micro-batch."""
+        """Router loads of this rank's micro-batches of the step, except the first one."""
 
         self.step: RouterLoad | None = None
         """Router load of the entire step, over all ranks."""
 
         self.latest: Tensor | None = None
-        """The latest micro-batch's share of the loss, before the loss is multiplied by its weight. None after `pop`."""
+        """The latest micro-batch's share of the unweighted loss. None after `pop`."""
 
     def begin(self, others: Sequence[RouterLoad]) -> None:
-        """Begin an optimizer step.
-
-        Args:
-            others: Router loads of this rank's micro-batches of the step, except the first micro-batch.
-        """
+        """Begin an optimizer step, with the router loads of this rank's micro-batches except the first one."""
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:
-        """Compute a micro-batch's share of the weighted loss.
+        """Compute a micro-batch's share of the weighted loss, from its router load with gradients.
 
-        The loss is the sum of the shares of all micro-batches and ranks. The call for the first micro-batch of a step
-        is collective, so all ranks must make it.
-
-        Args:
-            load: Router load of the micro-batch, with gradients (`TokenLogprobs.load`).
+        The loss is the sum of the shares of all micro-batches and ranks. The first call of a step is collective.
         """
         assert load is not None
         if self.step is None:
@@ -80,14 +66,14 @@ class RouterLoss:
         return self.coefficient * share
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """Return the values to log for a micro-batch that `GRPOLightningModule.update` has processed.
+        """Return the values to log for a micro-batch.
 
         Returns:
-            The micro-batch's share of the loss, not yet multiplied by the weight of the loss; and the largest load of
-            an expert in the step, relative to a uniform load.
+            The micro-batch's share of the unweighted loss, and the largest load of an expert in the step, relative to a
+            uniform load.
 
         Raises:
-            ValueError: If `share` was not called for the micro-batch. Only an overridden `update` can omit the call.
+            ValueError: If an overridden `update` did not call `share`.
         """
         if self.step is None or self.latest is None:
             raise ValueError(
@@ -100,11 +86,7 @@ class RouterLoss:
 
 
 def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:
-    """Weight of the load-balancing loss. The default is `router_aux_loss_coef` of the policy's config, or 0 without it.
-
-    Args:
-        requested: `objective.router_aux_loss_coef`; None uses the coefficient of the config.
-        config: The policy's config.
+    """Weight of the load-balancing loss. None requests `router_aux_loss_coef` of the policy's config, or 0 without it.
 
     Raises:
         ValueError: If a coefficient above 0 is requested for a dense model.
@@ -126,18 +108,11 @@ def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None)
 
     Collective: all ranks call it.
 
-    Args:
-        policy: The policy.
-        scorer: Runs the forward pass.
-        requested: `objective.router_aux_loss_coef`.
-
     Returns:
-        The loss. None if the coefficient is 0. If the coefficient comes from the policy's config, and the routers
-        cannot be read, a warning is logged, and None is returned.
+        The loss. None if the coefficient is 0, or if it comes from the policy's config and the routers cannot be read.
 
     Raises:
-        ValueError: If a coefficient above 0 is requested for a dense model, or for a model with routers that cannot be
-            read.
+        ValueError: If a coefficient above 0 is requested for a dense model, or for routers that cannot be read.
     """
     coefficient = router_coefficient(requested, base_model(policy).config)
     if coefficient == 0:

@@ -1,7 +1,6 @@
 """The part of a run's state that checkpoints contain in addition to weights and optimizer.
 
-This part consists of the number of rollouts, the pending cycle (a rollout that is only partly trained on), and the
-reference if the reference was updated.
+It consists of the number of rollouts, the pending (only partly trained) cycle, and an updated reference.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 def root_folder(trainer: L.Trainer) -> str:
-    """Absolute path of the trainer's `default_root_dir`. In a run of the command line, this is the run's folder."""
+    """Absolute path of the trainer's `default_root_dir`."""
     return str(Path(trainer.default_root_dir).absolute())
 
 
 class Layout(NamedTuple):
-    """The two numbers that determine how the groups of a rollout are assigned to ranks (`Teams`)."""
+    """Numbers that determine how groups are assigned to ranks (`Teams`)."""
 
     world_size: int
     ranks_per_group: int
@@ -43,16 +42,14 @@ class Layout(NamedTuple):
 class StepEnd:
     """State of the run right after its latest optimizer step. Every checkpoint contains this state.
 
-    Weights and optimizer do not change between two steps. So a checkpoint that is saved later (inside an accumulation
-    window, after validation, or at the end of an epoch) contains the same state as one that is saved right after the
-    step. A resumed run always continues right after the step.
+    A resumed run always continues right after the step.
     """
 
     num_micro_steps: int
-    """Micro-steps (training steps of one micro-batch each) of the entire run up to the end of the step."""
+    """Micro-steps (one micro-batch each) of the entire run up to the end of the step."""
 
     num_steps: int
-    """Optimizer steps of the entire run up to and including this step."""
+    """Optimizer steps of the entire run, including this step."""
 
     loops: dict[str, Any]
     """State dict of Lightning's fit loop: its counters, and the positions of the data loaders."""
@@ -61,15 +58,14 @@ class StepEnd:
     """The cycle that is only partly trained on; None between two cycles."""
 
     position: int
-    """Number of micro-steps of `cycle` that were done at the end of the step. After the step, `cycle.position` counts
-    further."""
+    """Number of micro-steps of `cycle` that were done at the end of the step."""
 
     rollout_index: int
 
     def cycle_state(self, layout: Layout) -> dict[str, Any] | None:
         """State dict of the pending cycle for a checkpoint; None between two cycles.
 
-        Its entries from `saved_share` state which completions of the rollout this rank has.
+        It includes the entries of `saved_share`.
         """
         if self.cycle is None:
             return None
@@ -77,11 +73,7 @@ class StepEnd:
 
 
 class RunState:
-    """Number of rollouts, the pending cycle, and the reference.
-
-    Args:
-        teams: The ranks that share groups; None if no group is shared.
-    """
+    """Number of rollouts, the pending cycle, and the reference."""
 
     def __init__(self, teams: Teams | None = None) -> None:
         self.teams = teams or Teams()
@@ -93,14 +85,13 @@ class RunState:
         """The current cycle."""
 
         self.is_redistributed = False
-        """True if the current cycle was redistributed, because the checkpoint's run had a different number of ranks or
-        micro-batches."""
+        """True if the current cycle was redistributed (`redistribution.redistribute`)."""
 
         self.reference: RunReference | None = None
-        """The reference policy, set when the policy is loaded; None if the run has no reference."""
+        """The reference policy; None if the run has no reference."""
 
         self.is_updating = False
-        """True while the optimizer changes the weights. During this time, possibly only some weights are updated."""
+        """True while the optimizer changes the weights."""
 
         self.was_interrupted_in_step = False
         """True if the loaded checkpoint was saved while the optimizer changed the weights."""
@@ -114,7 +105,7 @@ class RunState:
 
     @property
     def layout(self) -> Layout:
-        """The number of all ranks of this run, and the number of ranks that share a group."""
+        """The layout of this run."""
         return Layout(ranks.world_size(), self.teams.ranks_per_group)
 
     def begin(self) -> None:
@@ -124,7 +115,7 @@ class RunState:
     def last_step_end(self, trainer: L.Trainer) -> StepEnd:
         """Return the state at the end of the latest optimizer step, and record it if that step has just ended.
 
-        Before recording, update the reference if an update is due. Collective: all ranks call it.
+        If due, update the reference first. Collective: all ranks call it.
         """
         known, batches = self.step_end, trainer.fit_loop.epoch_loop.batch_progress
         if known is None:
@@ -154,22 +145,19 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Name prefix of the files that ranks save with a checkpoint after `end`. None if ranks save no files."""
+        """Name prefix of the rank files of a checkpoint after `end`; None if ranks save no files."""
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"
-        # The prefix contains the layout, because an earlier run with a different number of ranks may have saved a
-        # checkpoint of the same name at the same step. If this run is killed before its checkpoint replaces that
-        # earlier checkpoint, the rank files of the earlier checkpoint must still exist.
+        # The prefix contains the layout, because a run with a different number of ranks may have saved a checkpoint of
+        # the same name. The rank files of that checkpoint must exist until it is replaced.
         layout = f"w{self.layout.world_size}-r{self.layout.ranks_per_group}"
         return f"{moment}-{layout}" + (f"-a{end.cycle.accumulate}" if end.cycle else "")
 
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         """The state at the end of the latest optimizer step.
 
-        With several ranks, the checkpoint contains neither the cycle nor the reference, because `write_rank_files`
-        saves them in files next to the checkpoint. Each rank saves its own part of the cycle, and rank 0 saves the
-        reference.
+        With several ranks, it contains neither the cycle nor the reference, which `write_rank_files` saves in files.
         """
         is_alone, end = ranks.world_size() == 1, self.last_step_end(trainer)
         weights = self.reference.moved_weights() if is_alone and self.reference is not None else None
@@ -189,19 +177,13 @@ class RunState:
     def load_state_dict(
         self, state: Mapping[str, Any], checkpoint: Path, *, shape: CycleShape | None = None, pad_id: int = 0
     ) -> None:
-        """Restore the state that a checkpoint contains.
+        """Restore the state that a checkpoint contains. The rank files are next to the checkpoint.
 
-        Args:
-            state: The result of `state_dict`, read from the checkpoint.
-            checkpoint: Path of the checkpoint. The rank files are next to it.
-            shape: Number of updates and micro-batches of a cycle in this run; None for evaluation, which needs neither
-                the pending cycle nor the reference.
-            pad_id: Token id that fills up sequences; used only if a pending cycle has to be redistributed.
+        If `shape` is None (evaluation), neither the pending cycle nor the reference is restored.
 
         Raises:
-            ValueError: If this run's reference differs from the reference of the checkpoint's run.
-            ValueError: If the checkpoint was saved inside a cycle, and the checkpoint's run had another number of
-                updates per rollout or of epochs over a rollout.
+            ValueError: If this run's reference differs from the reference of the checkpoint's run, or if the pending
+                cycle has another number of updates or epochs than this run.
         """
         self.was_interrupted_in_step = state.get("is_interrupted", False)
         self.rollout_index = state["rollout_index"]
@@ -209,15 +191,12 @@ class RunState:
         if shape is None:
             return
         self._restore_reference(state, checkpoint)
-        # If the cycle is missing, the next micro-step that needs the cycle raises an error.
+        # If the cycle is missing, the next micro-step that needs it raises an error.
         if state.get("is_pending") and (state["rollout"] or state["moment"]):
             self.cycle = self._pending_cycle(state, checkpoint, shape, pad_id)
 
     def _pending_cycle(self, state: Mapping[str, Any], checkpoint: Path, shape: CycleShape, pad_id: int) -> Cycle:
-        """Read this rank's part of the checkpoint's pending cycle.
-
-        If the number of ranks or of micro-batches has changed, read the parts of all ranks, and redistribute the cycle.
-        """
+        """Read this rank's part of the pending cycle, or redistribute the cycle over this run's ranks."""
         saved = Layout(state["world_size"], state["ranks_per_group"])
 
         def read(rank: int) -> dict[str, Any]:
@@ -274,6 +253,6 @@ class RunState:
 
 
 def is_between_steps(trainer: L.Trainer) -> bool:
-    """True between two optimizer steps, that is, if no accumulation window is open."""
+    """True if no accumulation window is open."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.ready == batches.processed and batches.ready % trainer.accumulate_grad_batches == 0)

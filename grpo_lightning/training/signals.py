@@ -1,9 +1,7 @@
 """Signals that end a training run after the current optimizer step: SLURM auto-requeue, Ctrl-C, SIGTERM and SIGHUP.
 
-A signal handler only records the signal. At the end of the step, the ranks check together whether any of them got a
-signal. If one did, all ranks save a checkpoint together. A handler cannot save at once, for two reasons. First, a
-checkpoint contains no gradients of an unfinished step. Second, saving is collective, so ranks that were interrupted in
-different places would wait for each other forever.
+A signal handler only records the signal. At the end of the step, all ranks save a checkpoint together if any of them
+got a signal. A handler cannot save at once, because saving is collective, and checkpoints contain no gradients.
 """
 
 from __future__ import annotations
@@ -35,17 +33,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 PATTERN = "stopped-*.ckpt"
 REPEAT_SECONDS = 0.2
-"""Time after a signal in which the same signal counts as a copy. `timeout` and `make` send a signal to the process and
-to its process group, so the process gets it twice."""
+"""Time after a signal in which the same signal counts as a copy. `timeout` and `make` send a signal twice."""
 PHASES_BEFORE_UPDATE = ("rollout", "reward")
-"""Phases of a training step in which weights and optimizer have not changed since the end of the previous step."""
+"""Phases of a training step before weights and optimizer change."""
 
 
 class RequeueAtStepEnd(L.Callback):
     """Delays SLURM auto-requeue until the end of the current optimizer step.
 
-    Lightning's own signal handler saves `hpc_ckpt_<N>.ckpt` and calls `scontrol requeue` as soon as the signal arrives.
-    This callback calls that handler at the end of the step instead, and then ends the run as Lightning does on SIGTERM.
+    Lightning's own signal handler saves `hpc_ckpt_<N>.ckpt` and calls `scontrol requeue`. This callback calls the
+    handler at the end of the step, and then ends the run as Lightning does on SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -68,7 +65,7 @@ class RequeueAtStepEnd(L.Callback):
         self.received = signum
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """At the end of a step, if any rank got the signal, call the requeue handler on all ranks and end the run."""
+        """At the end of a step, if any rank got the signal, requeue on all ranks and end the run."""
         if self.answer is None or not is_between_steps(trainer) or not any_over_ranks(self.received is not None):
             return
         is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
@@ -81,19 +78,17 @@ class RequeueAtStepEnd(L.Callback):
 class GracefulStop(L.Callback):
     """Turns the first SIGINT, SIGTERM or SIGHUP of a training run into a stop at the end of the current optimizer step.
 
-    At the end of the step, all ranks save a checkpoint together, and Lightning ends the run as it does on SIGTERM. The
-    run does not validate. It does not end the epoch either, because a resumed run would then skip the rest of the
-    epoch's data. A further Ctrl-C restores the previous signal handlers, which then handle it. A further SIGTERM or
-    SIGHUP is ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
+    At the end of the step, all ranks save a checkpoint, and the run ends without validation. It does not end the epoch,
+    because a resumed run would then skip the rest of the epoch's data. A further Ctrl-C goes to the previous signal
+    handlers. A further SIGTERM or SIGHUP is ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
 
     SIGHUP means that the terminal was closed or that the SSH connection broke. All further output goes to `os.devnull`
     then, because a write to a closed terminal raises an error. If the process ignores SIGHUP, as under `nohup`, or has
     a handler of its own for it, this callback leaves SIGHUP alone.
 
-    If a reward, an environment or the engine raises an error while a training rollout is sampled or scored, a run with
-    one rank saves `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves no
-    checkpoint after an error, because saving is collective, and the other ranks possibly do not have the error. No run
-    saves a checkpoint after an error in validation.
+    If an error is raised while a training rollout is sampled or scored, a run with one rank saves
+    `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves none, because saving
+    is collective.
 
     Args:
         folder: Folder of the checkpoint `stopped-step=<N>.ckpt`. The checkpoint of an earlier stop is removed.
@@ -107,7 +102,7 @@ class GracefulStop(L.Callback):
         self.received_at = 0.0
         self.stopped_at: int | None = None
         self.is_interrupted = False
-        """True if a KeyboardInterrupt, for example of a second Ctrl-C, has ended the run without a checkpoint."""
+        """True if a KeyboardInterrupt has ended the run without a checkpoint."""
         self.checkpoint: Path | None = None
         self.old_handlers: dict[int, Any] = {}
         self.terminals: list[int] = []
@@ -117,7 +112,7 @@ class GracefulStop(L.Callback):
         self.phase: str | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Register the signal handlers. Lightning has registered its own SIGTERM handler earlier."""
+        """Register the signal handlers."""
         self.first_step, self.phase, self.received = trainer.global_step, None, None
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers only in the main thread
@@ -140,10 +135,10 @@ class GracefulStop(L.Callback):
             return
         self.received, self.received_at = signum, time.monotonic()
         launcher = subprocess_launcher(self.trainer) if self.trainer is not None else None
-        # Ctrl-C reaches every process of a terminal, but SIGTERM often reaches only the first process.
+        # SIGTERM often reaches only the first process.
         if signum == signal.SIGTERM and launcher is not None:
             launcher.kill(signal.SIGTERM)
-        # Not through logging: a handler may interrupt a write to stderr, and a second write inside it raises an error.
+        # Not through logging, because a handler may interrupt a write to stderr, and a second write raises an error.
         if self.trainer is None or self.trainer.is_global_zero:
             again = "; Ctrl-C again stops at once without saving a checkpoint" if signum == signal.SIGINT else ""
             os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
@@ -167,7 +162,7 @@ class GracefulStop(L.Callback):
         """At the end of a step, if any rank got a signal, save a checkpoint and end the run."""
         if not is_between_steps(trainer):
             return
-        # A signal on one rank stops all ranks: otherwise they would wait for each other forever.
+        # A signal on one rank stops all ranks, which would otherwise wait for it forever.
         is_received = trainer.strategy.reduce_boolean_decision(self.received is not None, all=False)
         if not is_received or trainer.global_step == trainer.max_steps:
             return
@@ -195,19 +190,19 @@ class GracefulStop(L.Callback):
         self.restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Put the old handlers back. If an error ended sampling or scoring, save the state after the previous step."""
+        """Put the old handlers back. If an error ended sampling or scoring, save a checkpoint."""
         self.restore()
         self.is_interrupted = isinstance(exception, KeyboardInterrupt) and self.received is not None
         if isinstance(exception, Exception) and self.is_saving and self.can_save_after_error(trainer):
             self.save_after_error(trainer)
 
     def can_save_after_error(self, trainer: L.Trainer) -> bool:
-        """True if the run has one rank, was sampling or scoring, and has done a step since it started or resumed."""
+        """True if the run has one rank, was sampling or scoring, and has done a step."""
         is_before_update = self.phase in PHASES_BEFORE_UPDATE
         return trainer.world_size == 1 and is_before_update and trainer.global_step > self.first_step
 
     def save_after_error(self, trainer: L.Trainer) -> None:
-        """Save a checkpoint, and log how to resume. A failed save is only logged, so that the first error is raised."""
+        """Save a checkpoint, and log how to resume. A failed save is only logged."""
         try:
             checkpoint = self.save(trainer)
         except Exception as error:  # noqa: BLE001 - for example a full disk, or a GPU that the first error has broken
@@ -228,7 +223,7 @@ class GracefulStop(L.Callback):
 
     @property
     def exit_code(self) -> int:
-        """Exit code 128 + signal, as shells expect. If only other ranks got a signal, SIGTERM is assumed."""
+        """Exit code 128 + signal; SIGTERM if only other ranks got a signal."""
         return 128 + (self.received or signal.SIGTERM)
 
     def last_words(self) -> str:
@@ -238,7 +233,7 @@ class GracefulStop(L.Callback):
 
 
 def words_without_checkpoint(step: int, newest: Path | None) -> str:
-    """Message that no checkpoint was saved at `step`, the end of the run, and the newest checkpoint of the run."""
+    """Message that no checkpoint was saved at `step`, with the newest checkpoint of the run."""
     found = (
         "This run has no checkpoint."
         if newest is None

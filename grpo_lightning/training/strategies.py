@@ -43,24 +43,21 @@ log = logging.getLogger(__name__)
 class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     """DeepSpeed ZeRO that divides the loss by `accumulate_grad_batches` only once. On CPUs it runs with gloo.
 
-    With Lightning's own strategy, Lightning divides the loss by `accumulate_grad_batches`, and then DeepSpeed divides
-    the loss by the same number again. So gradients are too small, and gradient clipping has too little effect. Training
-    curves do not show the error, because the updates of AdamW hardly depend on the scale of the gradients.
+    With Lightning's own strategy, both Lightning and DeepSpeed divide the loss, so gradients are too small, and
+    gradient clipping has too little effect.
 
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
         config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that the other
-            arguments define. But at stage 3, the `stage3_*` arguments still fill keys that this configuration lacks. In
-            a configuration for transformers' Trainer, each "auto" is replaced by a setting of this run, which is either
-            a setting of the Lightning trainer or the strategy argument of the same name.
-        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. The default is 0.
-            Sampling, scoring and training call the modules in different orders, so prefetching is useless.
-        stage3_param_persistence_threshold: Stage 3: weights with fewer elements than this number stay unsharded.
+            arguments define. But at stage 3, the `stage3_*` arguments still fill missing keys. Each "auto" is replaced
+            by the setting of the trainer or the strategy argument of the same name.
+        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. Sampling, scoring and
+            training call the modules in different orders, so prefetching is useless.
+        stage3_param_persistence_threshold: Stage 3: weights with fewer elements stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
-        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run gets the frozen weights when
-            it loads the policy.
-        logging_batch_size_per_gpu: Batch size for DeepSpeed's throughput logging. It is not used for anything else.
+        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads them with the policy.
+        logging_batch_size_per_gpu: Batch size only for DeepSpeed's throughput logging.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
 
@@ -97,11 +94,11 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         fill_auto(self.config, defaults | own | kwargs)
         # Lightning requires this key when it validates with stage 3.
         self.config.setdefault("zero_allow_untested_optimizer", True)
-        # With states on the CPU, DeepSpeed by default requires its own optimizer, which has to be compiled.
+        # With states on the CPU, DeepSpeed by default requires its own compiled optimizer.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self.config.setdefault("train_micro_batch_size_per_gpu", logging_batch_size_per_gpu)
         if self.config.get("zero_optimization", {}).get("stage") in (2, 3):  # stage 1 would choose another optimizer
-            # Otherwise gradients are accumulated in 16 bits, and small gradients are lost to rounding.
+            # Otherwise gradients are accumulated in 16 bits.
             self.config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         if self.zero_stage_3:
             settings = self.config["zero_optimization"]
@@ -133,16 +130,15 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         if not self.is_on_cpu:
             super().setup_distributed()
             return
-        # DeepSpeed compiles its own CPU collectives in the first run. If the compiler is killed, a lock file remains,
-        # and all later runs silently wait for its removal. This line makes DeepSpeed use the collectives of gloo
-        # instead.
+        # DeepSpeed compiles its own CPU collectives in the first run. If the compiler is killed, all later runs
+        # silently wait for its lock file. This line makes DeepSpeed use the collectives of gloo instead.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """As in Lightning, but without leaf modules in ZeRO-3, and with a device index that also exists on CPUs."""
+        """As in Lightning, but without leaf modules in ZeRO-3, and also on CPUs."""
         set_no_leaf_modules(self.config)
         if not self.is_on_cpu:
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
@@ -155,7 +151,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         )
 
     def _initialize_deepspeed_inference(self, model: Any) -> None:
-        """As in Lightning, but with a device index that also exists on CPUs."""
+        """As in Lightning, but also on CPUs."""
         if not self.is_on_cpu:
             super()._initialize_deepspeed_inference(model)
             return
@@ -168,15 +164,12 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         self.model, _ = self._engine_on_cpu(model, config=config, model_parameters=[])
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
+        """As in Lightning, but evaluate without inference mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As in Lightning, but `save_weights_only` writes one file of unsharded weights.
-
-        DeepSpeed itself would save the optimizer states as well, because it stores them together with the weights.
-        """
+        """As in Lightning, but `save_weights_only` writes one file of unsharded weights, without optimizer states."""
         if "optimizer_states" in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -201,10 +194,8 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         Training can also resume from a universal checkpoint. Evaluation can also load a stage 3 folder, or a checkpoint
         that is a single file.
 
-        A stage 3 folder contains the weights only as float32 master weights of the optimizer, and DeepSpeed cannot load
-        master weights without an optimizer. Each rank saves only its shard of the optimizer states. If a run with a
-        different number of ranks resumes, DeepSpeed has to load a universal checkpoint. This is a folder into which
-        DeepSpeed's own tool has merged the shards (`checkpoint_files.universal_command`).
+        A stage 3 folder contains only master weights, which DeepSpeed cannot load without an optimizer. A run with a
+        different number of ranks needs a universal checkpoint (`checkpoint_files.universal_command`).
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -256,7 +247,7 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
 
 
 AUTO = "auto"
-"""Placeholder in DeepSpeed configurations. transformers' Trainer replaces it by settings of the Trainer."""
+"""Placeholder in DeepSpeed configurations for transformers' Trainer."""
 
 TRAINER_KEYS = (
     "train_batch_size",
@@ -264,20 +255,14 @@ TRAINER_KEYS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""Keys that Lightning and DeepSpeed fill in if the keys are missing in the configuration."""
+"""Keys that Lightning and DeepSpeed fill in if they are missing."""
 
 
 def set_no_leaf_modules(config: dict[str, Any]) -> None:
     """Keep ZeRO-3 from treating blocks of experts as leaf modules, unless the configuration sets leaf modules.
 
-    By default, DeepSpeed treats the blocks of experts of Mixtral and Qwen MoE as leaf modules, and reduces all
-    gradients of such a block at the end of the block's backward pass. In this package, a block runs several times per
-    micro-batch, for the prompts and for every chunk. The gradients of a leaf module would then be reduced several
-    times, which DeepSpeed refuses. Nothing is lost without leaf modules, because they are meant for experts that are
-    separate modules. In transformers, the experts of a block are one tensor instead.
-
-    Args:
-        config: DeepSpeed's configuration, changed in place.
+    DeepSpeed refuses to reduce the gradients of a leaf module several times, but a block runs several times per
+    micro-batch. Nothing is lost, because the experts of a block are one tensor in transformers.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -287,13 +272,9 @@ def set_no_leaf_modules(config: dict[str, Any]) -> None:
 
 
 def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Replace the "auto" values in a DeepSpeed configuration for transformers' Trainer by the settings of this run.
+    """Replace the "auto" values in a DeepSpeed configuration by settings of this run, in place.
 
-    The "auto" values of `bf16` and `fp16` are left to `_format_config`.
-
-    Args:
-        config: DeepSpeed's configuration, changed in place.
-        arguments: Arguments of the strategy, including defaults. They replace "auto" in `zero_optimization`.
+    The "auto" of `bf16` and `fp16` is left to `_format_config`.
 
     Raises:
         ValueError: If the configuration contains settings of an optimizer or schedule, or an "auto" that no setting of
@@ -318,7 +299,7 @@ def fill_auto(config: dict[str, Any], arguments: Mapping[str, Any]) -> None:
 
 
 def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
-    """Raise ValueError if no setting of this run replaces an "auto" value; the message names the first one."""
+    """Raise ValueError if no setting of this run replaces an "auto" value."""
     for name, value in config.items():
         if value == AUTO and (key, name) not in (
             ("strategy.config.bf16", "enabled"),
@@ -334,18 +315,16 @@ def _refuse_auto(config: Mapping[str, Any], key: str) -> None:
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all devices (FSDP2), and gathers weights layer by layer.
 
-    With `num_replicas` above 1, sharding is hybrid (HSDP). There are several copies of the sharded weights, called
-    replicas. Each replica is sharded over an equal share of the devices, which have consecutive ranks. Weights are
-    gathered only within a replica. The gradients are reduced within each replica, and then summed over the replicas.
+    With `num_replicas` above 1, sharding is hybrid (HSDP). Each copy of the weights (replica) is sharded over an equal
+    share of the devices, which have consecutive ranks. Weights are gathered only within a replica.
 
     Args:
         data_parallel_size: Number of devices of the run; "auto" finds it.
-        save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 gathers all
-            shards and writes one file.
+        save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 writes one
+            file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
-        num_replicas: Number of copies of the sharded weights. Each of them is sharded over an equal share of the
-            devices. With the number of nodes, layers are gathered within a node. Memory per device grows by the same
-            factor.
+        num_replicas: Number of copies of the sharded weights. With the number of nodes, layers are gathered within a
+            node. Memory per device grows by the same factor.
     """
 
     def __init__(
@@ -378,14 +357,14 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Device mesh for `fully_shard`: all devices, or [replicas, shards of a replica] with several replicas."""
+        """Device mesh for `fully_shard`: all devices, or the `replica_mesh`."""
         if self.num_replicas == 1:
             return self.device_mesh["data_parallel"]
         assert self._replica_mesh is not None
         return self._replica_mesh
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As in Lightning, but evaluate without inference mode, because training cannot use tensors of that mode."""
+        """As in Lightning, but evaluate without inference mode."""
         leave_inference_mode(trainer)
         super().setup(trainer)
 
@@ -403,11 +382,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def replica_mesh(num_replicas: int, device_type: str) -> DeviceMesh:
-    """[replicas, shards of a replica] device mesh of hybrid sharding (HSDP). The ranks of a replica are consecutive.
-
-    Launchers usually number the ranks node by node. If there are as many replicas as nodes, each replica is then within
-    a node.
-    """
+    """[replicas, shards of a replica] device mesh. The ranks of a replica are consecutive."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = (num_replicas, ranks.world_size() // num_replicas)
@@ -427,15 +402,10 @@ def check_positive_replicas(num_replicas: int) -> None:
 
 
 def check_devices(num_devices: int, num_replicas: int, data_parallel_size: Literal["auto"] | int = "auto") -> None:
-    """Check that the devices of a run can be divided equally among the replicas of FSDP2's weights.
-
-    Args:
-        num_devices: Number of devices of the run, on all nodes.
-        num_replicas: Number of replicas.
-        data_parallel_size: The argument of the strategy.
+    """Check the number of devices.
 
     Raises:
-        ValueError: If they cannot, or `data_parallel_size` is another number of devices.
+        ValueError: If `num_replicas` does not divide it, or `data_parallel_size` is another number.
     """
     check_positive_replicas(num_replicas)
     if num_devices % num_replicas:
@@ -458,8 +428,7 @@ def check_devices(num_devices: int, num_replicas: int, data_parallel_size: Liter
 def leave_inference_mode(trainer: L.Trainer) -> None:
     """Make evaluation use no_grad instead of inference mode.
 
-    Evaluation gathers sharded weights into buffers that training uses again, and training cannot use tensors that were
-    created in inference mode.
+    Training uses the buffers of gathered weights again, and it cannot use tensors of inference mode.
     """
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
@@ -478,7 +447,7 @@ def sharding_of(strategy: Strategy) -> Sharding:
 
 
 def has_masters(trainer: L.Trainer) -> bool:
-    """True if the optimizer updates float32 masters of 16-bit weights, as DeepSpeed does in its 16-bit modes."""
+    """True if the optimizer updates float32 masters of 16-bit weights."""
     return isinstance(trainer.strategy, DeepSpeedStrategy) and trainer.precision != "32-true"
 
 
@@ -493,7 +462,7 @@ INSTEAD = {
     "FSDPStrategy": "it flattens the weights, which sampling and scoring need unflattened. Set trainer.strategy to "
     "fsdp2 (grpo_lightning.FSDP2Strategy)",
 }
-"""By the name of an unsupported strategy: why it is not supported, and what to use instead."""
+"""Why a strategy is not supported, and what to use instead."""
 
 
 def is_supported(kind: type[Strategy]) -> bool:
@@ -504,11 +473,7 @@ def is_supported(kind: type[Strategy]) -> bool:
 
 
 def check_strategy(trainer: L.Trainer) -> None:
-    """Check that the strategy trains as a single device would.
-
-    Raises:
-        ValueError: If the strategy trains differently; the message names a strategy to use instead.
-    """
+    """Check that the strategy trains as a single device would. Raises: ValueError if not."""
     strategy = trainer.strategy
     kind = type(strategy)
     if is_supported(kind):

@@ -1,8 +1,7 @@
 """Choose some tokens of an optimizer step, by entropy or by covariance of log-prob and advantage.
 
-The loss of the first micro-batch already depends on the choice, and the choice depends on all tokens of the step, on
-all ranks. So before each step, all micro-batches of the step run through the policy in an additional pass without
-gradients.
+The choice depends on all tokens of the step, on all ranks. So before each step, all its micro-batches run through the
+policy in an additional pass without gradients.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ class Selection(NamedTuple):
     """One way to select tokens, for a value of `Objective.selection`."""
 
     features: Callable[[Objective, MicroBatch, TokenLogprobs, int], list[Tensor]]
-    """Computes the features that the choice depends on, each [B, T]. The arguments are the objective, a micro-batch,
-    the micro-batch's log-probs and entropies, and a seed."""
+    """Computes the features that the choice depends on, each [B, T]."""
 
     choose: Callable[..., Tensor]
-    """Computes which of the step's M trained tokens are chosen, [M] bool. The arguments are the objective and the
-    features, each [M]."""
+    """Computes which of the step's M trained tokens are chosen, [M] bool, from the objective and the features, each
+    [M]."""
 
 
 def select_tokens(
@@ -39,14 +37,7 @@ def select_tokens(
 ) -> list[TokenLogprobs]:
     """Set `selected` of the micro-batches of an optimizer step.
 
-    Collective: every rank calls this function, with the same number of micro-batches.
-
-    Args:
-        actor: Computes log-probs and entropies with the current weights.
-        objective: An objective whose `selection` is not None.
-        micro_batches: All micro-batches of this rank in the step.
-        seed: Seed of the random choices that Clip-Cov makes, and that KL-Cov makes among tokens of equal covariance.
-            All ranks must use the same seed.
+    Collective: every rank calls this function, with the same number of micro-batches and the same `seed`.
 
     Returns:
         Log-probs, entropies and routing of each micro-batch.
@@ -106,13 +97,7 @@ SELECTIONS = {
 
 
 def random_keys(batch: MicroBatch, seed: int) -> Tensor:
-    """One random number per token, which depends on seed, prompt and completion, but not on micro-batch or rank.
-
-    Equal completions of the same prompt get the same numbers.
-
-    Args:
-        batch: The micro-batch.
-        seed: Seed of the optimizer step.
+    """One random number per token, which depends only on seed, prompt and completion.
 
     Returns:
         [B, T] float32 in [0, 1), on the CPU; 0 at padding.
