@@ -24,8 +24,7 @@
 In the surrogate column, "low" and "high" mean `epsilon` and `epsilon_high`, and "cap" is the maximum ratio. A pair such
 as 3e-4 / 4e-4 gives `epsilon` and `epsilon_high`. Three rows also set a baseline: RLOO `leave_one_out`, OPO
 `length_weighted`, and pass@k `pass_at_k`. REINFORCE++ also sets `kl: k2`. Each row except the default is a YAML file in
-`recipes/objectives/`. The folder also has two methods that are not in the table. GDPO normalizes each reward
-separately. high_entropy applies DAPO's loss only to the tokens of highest entropy.
+`recipes/objectives/`.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ SurrogateName = Literal[
 
 
 class StepCounts(NamedTuple):
-    """Counts of an optimizer step over all ranks. The loss is divided by one of them (see `Objective.aggregate`)."""
+    """Counts of an optimizer step over all ranks. The loss is divided by one of them."""
 
     num_tokens: int
     """Number of completion tokens that are not masked."""
@@ -94,12 +93,11 @@ class ObjectiveTerms(NamedTuple):
     """Scalar: this micro-batch's share of the step's loss."""
 
     kl: Tensor
-    """[B, T] KL to the reference, in nats; 0 without a reference. With `importance_corrected_kl`, each token's KL is
-    multiplied by the token's importance ratio."""
+    """[B, T] KL to the reference, in nats; 0 without a reference. With `importance_corrected_kl`, the KL is multiplied
+    by `ratio`."""
 
     clipped_low: Tensor | None
-    """[B, T] bool, True where the surrogate clips the ratio from below. None for your own surrogate, for which clipping
-    is not known."""
+    """[B, T] bool, True where the surrogate clips the ratio from below. None for your own surrogate."""
 
     clipped_high: Tensor | None
     """[B, T] bool, True where the surrogate clips the ratio from above; None if that is not known."""
@@ -117,10 +115,10 @@ class ObjectiveTerms(NamedTuple):
     """[B, T] bool, True where the log-ratio exceeded 20 nats in absolute value."""
 
     kl_clamped: Tensor | None = None
-    """[B, T] bool, True where k3 was clipped to 10 nats; None for the other estimators, and without a reference."""
+    """[B, T] bool, True where k3 was clipped to 10 nats; None for the other estimators."""
 
     selected: Tensor | None = None
-    """[B, T] bool, True at selected tokens; None if the objective does not select tokens (`Objective.selection`)."""
+    """[B, T] bool, True at selected tokens; None if the objective selects none (`Objective.selection`)."""
 
 
 @dataclass
@@ -141,18 +139,16 @@ class Objective:
 
     surrogate: SurrogateName | str | Callable[..., Any] = "clip"
     """The policy loss of a token. `clip` is minus the clipped ratio times the advantage (PPO). `cispo` is minus the
-    capped, detached ratio times advantage times log-prob (CISPO). `sapo` is minus a sigmoid of the ratio (a soft gate)
-    times the advantage (SAPO). `gmpo` is minus the geometric mean of the completion's clipped ratios times the
-    advantage (GMPO). `vespo` is minus a detached weight times advantage times log-prob (VESPO). This weight is a
-    function of the product of the completion's ratios; it is small if the product is far from 1. `dppo_tv` and
-    `dppo_kl` are minus the detached ratio times advantage times log-prob, but 0 for tokens whose probability has moved
-    too far in the direction of their advantage (DPPO). The total variation (`dppo_tv`) or the KL (`dppo_kl`) measures
-    how far a probability has moved. `reinforce` is minus the advantage times log-prob (GPG). `clip_cov` is `clip`
-    without some of the tokens that lower the entropy most. `kl_cov` is minus the unclipped ratio times the advantage,
-    plus a penalty for changing the log-prob of the tokens that lower the entropy most. `covariance_fraction` sets how
-    many of these tokens `clip_cov` and `kl_cov` select. A value with a dot is the import path of your own function of
-    `ratio`, `advantages`, ... that returns the loss of each token, such as `my_losses.my_surrogate` (see
-    docs/grpo.md)."""
+    capped, detached ratio times advantage times log-prob. `sapo` is minus a sigmoid of the ratio (a soft gate) times
+    the advantage. `gmpo` is minus the geometric mean of the completion's clipped ratios times the advantage. `vespo` is
+    minus a detached weight times advantage times log-prob. This weight is small if the product of the completion's
+    ratios is far from 1. `dppo_tv` and `dppo_kl` are minus the detached ratio times advantage times log-prob, but 0 for
+    tokens whose probability has moved too far in the direction of their advantage (DPPO). The total variation
+    (`dppo_tv`) or the KL (`dppo_kl`) measures how far a probability has moved. `reinforce` is minus the advantage times
+    log-prob (GPG). `clip_cov` is `clip` without some of the tokens that lower the entropy most. `kl_cov` is minus the
+    unclipped ratio times the advantage, plus a penalty for changing the log-prob of the tokens that lower the entropy
+    most. A value with a dot is the import path of your own function of `ratio`, `advantages`, ... that returns the loss
+    of each token, such as `my_losses.my_surrogate` (see docs/grpo.md)."""
 
     epsilon: float = 0.2
     """Lower clip limit: the ratio is clipped from below at 1 - epsilon; an epsilon of 1 means no limit. GMPO clips it
@@ -167,7 +163,7 @@ class Objective:
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
 
     cispo_lower_bound: bool = False
-    """Also cap CISPO's weight from below, at 1 - epsilon (as verl does; the paper's authors do not)."""
+    """Also cap CISPO's weight from below, at 1 - epsilon (as verl does)."""
 
     dppo_max_ratio: float = 20.0
     """Maximum ratio of DPPO; higher ratios are clipped to it."""
@@ -181,9 +177,8 @@ class Objective:
 
     covariance_fraction: float = 2e-4
     """Fraction of the tokens of an optimizer step that Clip-Cov or KL-Cov selects by the covariance of log-prob and
-    advantage. Clip-Cov selects at random among the tokens with a covariance between `clip_cov_low` and `clip_cov_high`,
-    and removes the policy loss of the selected tokens. KL-Cov selects the tokens of highest covariance, and penalizes
-    changes of their log-probs."""
+    advantage. Clip-Cov selects at random among the tokens with a covariance between `clip_cov_low` and `clip_cov_high`.
+    KL-Cov selects the tokens of highest covariance."""
 
     clip_cov_low: float = 1.0
     """Lower limit of Clip-Cov's covariance, exclusive."""
@@ -233,27 +228,27 @@ class Objective:
     """Weight of the KL to the reference; 0 loads no reference."""
 
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator in the loss and in `policy/kl`; the KL in the rewards is always k1 (`kl_in`)."""
+    """KL estimator in the loss and in `policy/kl`."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss` adds the KL to the loss of each token. `reward` subtracts the KL, summed over a completion's
-    tokens, from the completion's reward, as in PPO for RLHF (arXiv:2203.02155). The estimator is then always k1."""
+    """`loss` adds the KL to the loss of each token. `reward` subtracts the KL, summed over a completion's tokens, from
+    the completion's reward, as in arXiv:2203.02155. The estimator is then always k1."""
 
     importance_corrected_kl: bool = False
     """Multiply each token's KL by the token's importance ratio, so that the KL estimate stays unbiased after updates of
     the policy (DeepSeek-V3.2)."""
 
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus; 0 disables the bonus. The entropy is exact over the vocabulary, and averaged over
-    all tokens, whatever `aggregate` is."""
+    """Weight of the entropy bonus; 0 disables the bonus. The entropy is averaged over all tokens, whatever `aggregate`
+    is."""
 
     # Mixtures of experts
 
     router_aux_loss_coef: float | None = None
-    """Weight of the load-balancing loss of a mixture of experts (arXiv:2101.03961, eq. 4 to 6), over all tokens of the
-    optimizer step. Null uses the `router_aux_loss_coef` of the policy's config; 0 disables the loss. If the policy is
-    dense, a value above 0 is an error. With several micro-batches per step, the loss costs one more forward pass of
-    every micro-batch except the first (`time/routing`)."""
+    """Weight of the load-balancing loss of a mixture of experts (arXiv:2101.03961, eq. 4 to 6). Null uses the
+    `router_aux_loss_coef` of the policy's config; 0 disables the loss. If the policy is dense, a value above 0 is an
+    error. With several micro-batches per step, the loss costs one more forward pass of every micro-batch except the
+    first."""
 
     # SAPO
 
@@ -300,9 +295,8 @@ class Objective:
     `rollout_correction_high`: `truncate` clips these weights to the range; `mask` masks their tokens or completions.
     For asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is "token_truncate", or
     "sequence_truncate" if the loss needs one weight per completion. In all other cases, `auto` is "none". With
-    `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the token weights, but
-    includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except with CISPO) need one
-    weight per completion, because the gradient of their loss reaches all tokens of the completion."""
+    `geometric`, set a narrow range, such as 0.99 to 1.01. GMPO and the ratio `sequence` (except with CISPO) need one
+    weight per completion."""
 
     rollout_correction_low: float = 0.0
     """Minimum weight of `rollout_correction`."""
@@ -315,11 +309,11 @@ class Objective:
     since it was sampled (DeepSeek-V3.2); null masks none."""
 
     def __post_init__(self) -> None:
-        """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
+        """Check choices, ranges and combinations. Raises: ValueError if one is invalid."""
         check_objective(self)
 
     def resolve(self, *, is_off_policy: bool) -> Objective:
-        """Replace the `rollout_correction` "auto" by the correction that the run needs; keep "auto" if it needs none.
+        """Replace the `rollout_correction` "auto" by the correction that the run needs, if any.
 
         Args:
             is_off_policy: True if the weights that sample the completions are older than the weights that compute the
@@ -344,7 +338,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the KL is part of the loss or of the rewards, so that a reference is needed."""
+        """True if the KL is part of the loss or of the rewards."""
         return self.beta > 0
 
     @property
@@ -383,12 +377,12 @@ class Objective:
         """Combine several rewards into one reward, from which the advantages are computed.
 
         Args:
-            total: [N, G] the weighted sum of the rewards; nan where a completion is not scorable, or is excluded.
+            total: [N, G] the weighted sum of the rewards; nan where a completion is left out.
             by_reward: Name of each reward, and its values [N, G].
             weights: One per reward.
 
         Returns:
-            [N, G], nan where `total` is nan. Completions with nan do not change the values of other completions.
+            [N, G], nan where `total` is nan.
         """
         if self.multi_objective_aggregation == "sum_then_normalize":
             return total
@@ -403,15 +397,7 @@ class Objective:
         )
 
     def groups_without_gradient(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Find groups without a policy gradient.
-
-        Args:
-            rewards: [N, G], as in `compute_advantages`.
-            lengths: [N, G], as in `compute_advantages`.
-
-        Returns:
-            [N] bool.
-        """
+        """Find groups without a policy gradient. The arguments are those of `compute_advantages`. Returns: [N] bool."""
         return groups_without_gradient(rewards, lengths, baseline=self.baseline, k=self.pass_k)
 
     @property
@@ -437,14 +423,11 @@ class Objective:
         Args:
             logprobs: [B, T] nats, of the current policy, with gradients.
             batch: The micro-batch. `old_logprobs` is required. `selected` is required if the objective has a
-                `selection`. `ref_logprobs` is required if the loss has a KL and the micro-batch has trained tokens;
-                without trained tokens, the KL is 0.
-            counts: Counts of the entire optimizer step, over all ranks. The setting `aggregate` determines whether the
-                loss is divided by the number of tokens or by the number of completions.
-            max_completion_length: Tokens; the "constant" aggregation also divides by this length.
+                `selection`. `ref_logprobs` is required if the loss has a KL.
+            counts: Counts of the entire optimizer step, over all ranks.
+            max_completion_length: Tokens; used by the aggregation "constant".
             entropy: [B, T] nats, of the current policy; with gradients if `trains_entropy`.
-            router_loss: Scalar, the micro-batch's share of the load-balancing loss, times the weight of this loss; None
-                if there is no load-balancing loss.
+            router_loss: Scalar, the micro-batch's share of the weighted load-balancing loss; None for no such loss.
 
         Raises:
             ValueError: If the batch has no old log-probs.
@@ -499,10 +482,6 @@ class Objective:
 
     def find_clipped(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Find trained tokens clipped from below and from above.
-
-        Args:
-            logprobs: [B, T] nats.
-            batch: The micro-batch.
 
         Returns:
             Two [B, T] bool; False everywhere if the surrogate is your own function.
@@ -563,8 +542,7 @@ class Correction(NamedTuple):
     """[B, T] factors by which the policy losses of the tokens are multiplied."""
 
     weight: Tensor
-    """[B, T] off-policy weights, for the logs. The weights equal `factor`, except with VESPO: the loss of VESPO already
-    contains the weights."""
+    """[B, T] off-policy weights, for the logs. The weights equal `factor`, except with VESPO."""
 
     is_corrected: Tensor
     """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
@@ -605,15 +583,13 @@ class Surrogate(NamedTuple):
     """Returns which tokens are clipped from below and from above: two bool tensors [B, T] or [B, 1]."""
 
     settings: frozenset[str]
-    """Names of the settings that this surrogate uses. Settings that only other surrogates use must keep their
-    defaults."""
+    """Names of the settings that this surrogate uses."""
 
     selection: Literal["high_covariance", "random_covariance"] | None = None
     """How the surrogate selects tokens before an optimizer step; None if it selects none."""
 
     folds_rollout_weights: bool = False
-    """True if the loss itself applies the off-policy weights. An off-policy correction then needs one weight per
-    token."""
+    """True if the loss itself applies the off-policy weights."""
 
     takes_turn_credit: bool = False
     """True if the advantages may differ between the tokens of a completion."""
@@ -622,11 +598,10 @@ class Surrogate(NamedTuple):
     """True if completions of advantage 0 have a gradient."""
 
     is_per_completion: bool = False
-    """True if there is one loss per completion, [B, 1]. An off-policy correction then needs one weight per
-    completion."""
+    """True if there is one loss per completion, [B, 1]."""
 
     knows_clipped: bool = True
-    """False if it is not known which tokens are clipped; then no clip fractions are logged."""
+    """False if it is not known which tokens are clipped."""
 
 
 def _clip(objective: Objective, tokens: Tokens) -> Tensor:
@@ -651,7 +626,7 @@ def _cispo(objective: Objective, tokens: Tokens) -> Tensor:
 
 
 def _cispo_clipped(objective: Objective, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Find tokens with a capped weight. The cap does not depend on the sign of the advantage."""
+    """Find tokens with a capped weight, whatever the sign of the advantage."""
     ratio = tokens.ratio.detach()
     low = (ratio < 1 - objective.epsilon) & objective.cispo_lower_bound
     return low, ratio > 1 + objective.high
@@ -779,7 +754,7 @@ OWN_ARGUMENTS = ("ratio", "advantages", "logprobs", "old_logprobs", "mask", "eps
 
 
 def surrogate_of(objective: Objective) -> Surrogate:
-    """The surrogate of an objective, which is one of the package or the user's own function.
+    """The surrogate of an objective.
 
     Raises:
         ValueError: If `objective.surrogate` is neither a name of the package, nor the import path of a function, nor a
@@ -804,7 +779,7 @@ def surrogate_of(objective: Objective) -> Surrogate:
 
 
 def name_of(objective: Objective) -> str:
-    """Name of the surrogate for messages, which is `objective.surrogate` or the name of the user's function."""
+    """Name of the surrogate for messages."""
     given = objective.surrogate
     return given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
 
@@ -812,9 +787,9 @@ def name_of(objective: Objective) -> str:
 def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     """Make a surrogate of a user's own function.
 
-    The function returns the loss of each token, to be minimized: [B, T], or [B, 1] if `Objective.ratio` is `sequence`.
-    Masked tokens can have any loss. The function gets, by keyword, the arguments of the following list that it names,
-    or all of them if it takes `**kwargs`. All other arguments of the function need a default.
+    The function returns the loss of each token: [B, T], or [B, 1] if `Objective.ratio` is `sequence`. Masked tokens can
+    have any loss. The function gets, by keyword, the arguments of the following list that it names, or all of them if
+    it takes `**kwargs`. All other arguments of the function need a default.
 
         ratio         [B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients
         advantages    [B, 1], or [B, T] with `turn_credit`
@@ -823,10 +798,6 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
         mask          [B, T] bool, True where a token is trained on
         epsilon       `Objective.epsilon`
         epsilon_high  `Objective.epsilon_high`; if that is null, `Objective.epsilon`
-
-    Args:
-        function: The function.
-        name: Its name in errors.
 
     Raises:
         ValueError: If `function` is not a function, or its arguments are not known.
@@ -896,7 +867,7 @@ def check_own_loss(loss: Any, tokens: Tokens, name: str) -> Tensor:
 
 
 def check_objective(objective: Objective) -> None:
-    """Check choices, ranges and combinations. Raises: ValueError if one is invalid; the message says what to do."""
+    """Check choices, ranges and combinations. Raises: ValueError if one is invalid."""
     surrogate_of(objective)
     for name, kind in get_type_hints(type(objective)).items():
         choices, value = get_args(kind), getattr(objective, name)
@@ -951,7 +922,7 @@ def _check_ranges(objective: Objective) -> None:
 
 
 def _check_unused(objective: Objective) -> None:
-    """Refuse settings without an effect. Raises: ValueError if one differs from its default; the message says why."""
+    """Refuse settings without an effect. Raises: ValueError if one differs from its default."""
     own = surrogate_of(objective).settings
     if "epsilon_high" in own and objective.epsilon_high is None:
         own |= {"epsilon"}  # a null epsilon_high means epsilon
@@ -1003,12 +974,7 @@ def _check_scale(objective: Objective) -> None:
 
 
 def _check_correction(objective: Objective) -> None:
-    """Refuse a `rollout_correction` that the loss cannot use. Raises: ValueError.
-
-    A correction has either one weight per token or one weight per completion. VESPO can only use weights per token. If
-    there is one loss per completion, only weights per completion can be used, because the gradient of this loss reaches
-    all tokens. The weight of a single token would therefore scale the gradients of all tokens.
-    """
+    """Refuse a `rollout_correction` that the loss cannot use. Raises: ValueError."""
     levels, reason = correction_levels(objective)
     allowed = ["auto", "none", *(f"{level}_{outside}" for level in levels for outside in ("truncate", "mask"))]
     if objective.rollout_correction not in allowed:
@@ -1019,7 +985,7 @@ def _check_correction(objective: Objective) -> None:
 
 
 def correction_levels(objective: Objective) -> tuple[list[str], str]:
-    """The levels of `rollout_correction` that the loss can use, and why it can use no others. The default is first."""
+    """The levels of `rollout_correction` that the loss can use, default first, and why it can use no others."""
     own = surrogate_of(objective)
     surrogate = f"objective.surrogate {name_of(objective)!r}"
     if own.folds_rollout_weights:

@@ -13,12 +13,7 @@ T = TypeVar("T")
 def in_background(call: Callable[[], T]) -> Future[T]:
     """Call a function in a separate daemon thread.
 
-    A `ThreadPoolExecutor` is not used, because its threads are not daemons. The process would wait for them before it
-    ends, even after Ctrl-C.
-
-    Returns:
-        The future of the call. If the call fails, the future's method `result` raises the error of the call, with the
-        traceback.
+    A `ThreadPoolExecutor` is not used, because its threads are not daemons.
     """
     future: Future[T] = Future()
 

@@ -19,9 +19,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
     """Start an event loop. It runs in its own thread, because notebooks run a loop in the main thread.
 
-    Args:
-        process_id: Id of this process. The id is the cache key, because a forked process does not have the loop's
-            thread, and needs a loop of its own.
+    A forked process needs a loop of its own, so `process_id` is the cache key.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"async-{process_id}", daemon=True).start()
@@ -32,8 +30,7 @@ def wait_for(value: Any) -> Any:
     """Wait for an awaitable in sync code, and return its result. A value that is not awaitable is returned unchanged.
 
     Raises:
-        RuntimeError: If `wait_for` gets an awaitable in the thread of the loop, because this thread would wait for
-            itself.
+        RuntimeError: If `wait_for` gets an awaitable in the thread of the loop.
         RuntimeError: If the awaitable raises SystemExit.
     """
     if not isinstance(value, Awaitable):

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FINGERPRINT = "recipe.json"
-"""Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from.
-If a folder is not empty, and does not contain this file, `put_whole` refuses to replace the folder."""
+"""Name of a file in each generated folder. The file contains a fingerprint of what the folder was made from."""
 
 
 def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) -> bool:
@@ -23,18 +22,11 @@ def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) ->
 
     An existing folder that was made from the same inputs is left untouched, because a run can be reading it.
 
-    Args:
-        folder: Folder to create.
-        fingerprint: Content of the folder's `recipe.json`. The content identifies the inputs that the folder is made
-            from.
-        fill: Function that is called with an empty folder and fills it. The file `recipe.json` is written afterwards.
-
     Returns:
-        True if the folder was created. False if it already existed and was made from the same inputs.
+        True if the folder was created.
 
     Raises:
-        ValueError: If this function did not create the folder, that is, if the folder is not empty and has no
-            `recipe.json`.
+        ValueError: If the folder is not empty and has no `recipe.json`.
     """
     if is_whole(folder, fingerprint):
         return False
@@ -66,10 +58,7 @@ def is_whole(folder: Path, fingerprint: str) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Write a file atomically. The context yields a temporary path next to the file, and replaces the file at the end.
-
-    Readers see either the old file or the new file, even if the run is killed. After an error the old file stays.
-    """
+    """Write a file atomically. The context yields a temporary path, and replaces the file at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -82,8 +71,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def set_default_modes(folder: Path) -> None:
     """Give a folder, and all folders and files below it, the modes that the umask gives to new folders and files.
 
-    Without this call, only the owner could read some of the files and folders. For example, a temporary folder has mode
-    700. In addition, safetensors writes weights to a temporary file with mode 600, and then renames this file.
+    Without this call, only the owner could read some of the files and folders.
     """
     new_file, new_folder = folder / ".mode", folder / ".modes"
     new_file.touch()  # os.umask can read the umask only by changing it, also for other threads
@@ -96,22 +84,14 @@ def set_default_modes(folder: Path) -> None:
 
 
 def run_folder(trainer: Any, dirpath: str | None) -> Path:
-    """Folder for a run's files.
-
-    The folder is `dirpath` if it is set. If not, the folder is the Trainer's `log_dir`, and if that is not set either,
-    the Trainer's `default_root_dir`.
-
-    Collective: every rank must call this. Lightning broadcasts `log_dir`, so if only some ranks read `log_dir`, these
-    ranks wait forever.
-    """
+    """Folder for a run's files. Collective: every rank must call this, because Lightning broadcasts `log_dir`."""
     return Path(dirpath or trainer.log_dir or trainer.default_root_dir).expanduser()
 
 
 def is_writing(trainer: Any, dirpath: str | None) -> bool:
     """True if a callback is allowed to write its files. It is False in a `fast_dev_run` without `dirpath`.
 
-    In a `fast_dev_run`, Lightning writes nothing, and `run_folder` is the current folder. This folder can contain the
-    user's own files.
+    In a `fast_dev_run`, `run_folder` is the current folder, which can contain the user's own files.
     """
     return dirpath is not None or not trainer.fast_dev_run
 
@@ -132,10 +112,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Format a record as one line of JSON.
-
-    Tensors become lists, nan and infinity become null, and an object of a type that JSON lacks becomes its `str`.
-    """
+    """Format a record as one line of JSON (see `plain`). An object of a type that JSON lacks becomes its `str`."""
     return json.dumps(plain(record), ensure_ascii=False, default=str)
 
 

@@ -38,12 +38,12 @@ def is_pil_image(value: Any) -> bool:
 
 
 class ImageError(ValueError):
-    """The error for an unreadable image. Its message names the row, the image and the reason."""
+    """The error for an unreadable image."""
 
 
 @dataclass(unsafe_hash=True, repr=False)  # not frozen: Lightning rejects frozen dataclasses in a batch
 class ImageRef:
-    """Lazy reference to an image. The reference can be pickled if its source can be pickled."""
+    """Lazy reference to an image."""
 
     source: Any
     """A `Path`, the bytes of a file, a PIL image, or a function that returns one of these."""
@@ -52,18 +52,17 @@ class ImageRef:
     """File and line of the image's row, for error messages."""
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
-    """Function that `read` calls instead of decoding `source`. If several prompts of a batch have the same image, the
-    references of these prompts have the same function, so that the image is decoded only once. With None, `read`
-    decodes `source`. The function is never pickled."""
+    """Function that `read` calls instead of decoding `source`. References to the same image in a batch have the same
+    function. The function is never pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """Cached (width, height); None until first requested."""
 
     is_whole: bool = field(default=False, init=False, compare=False)
-    """True once any rank has read all pixels. Until then, perhaps only the header has been read."""
+    """True once any rank has read all pixels."""
 
     is_copy: bool = field(default=False, init=False, compare=False)
-    """True if `copy_in_memory` has made the source: a PNG file in memory, upright and in RGB."""
+    """True if `copy_in_memory` has made the source."""
 
     def read(self) -> Image:
         """Read the image, turn it upright, convert it to RGB, and replace transparency by white.
@@ -82,11 +81,7 @@ class ImageRef:
             return _rgb(_upright(image))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) of the upright image, in pixels. Raises: ImageError if the image cannot be read.
-
-        If `known_size` is None, the size is read from the header (for a TIFF file, from the decoded image), and is
-        stored in `known_size`.
-        """
+        """(width, height) of the upright image, in pixels. Raises: ImageError if the image cannot be read."""
         if self.known_size is None:
             with self._open() as image:
                 self.remember(_upright_size(image))
@@ -108,10 +103,7 @@ class ImageRef:
         return size
 
     def copy_in_memory(self) -> ImageRef:
-        """Copy the image, as it is now, to a PNG file in memory. Returns: a reference to the copy. Raises: ImageError.
-
-        If this reference already refers to such a copy (`is_copy`), the method returns this reference.
-        """
+        """Copy the image to a PNG file in memory. Returns: a reference to the copy. Raises: ImageError."""
         if self.is_copy:
             return self
         file = io.BytesIO()
@@ -132,7 +124,7 @@ class ImageRef:
 
     @property
     def key(self) -> Hashable:
-        """Key of the image's source. All references to the same file or dataset cell have the same key."""
+        """Key of the image's source."""
         if isinstance(self.source, Path) or callable(self.source):
             source: Hashable = self.source
             return source
@@ -140,7 +132,7 @@ class ImageRef:
 
     @property
     def name(self) -> str:
-        """The image's name in messages. It is the path of a file, or a description of any other source."""
+        """The image's name in messages, which is the path or a description of the source."""
         if isinstance(self.source, bytes):
             return f"of {len(self.source)} bytes"
         if isinstance(self.source, Path) or callable(self.source):

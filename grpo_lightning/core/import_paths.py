@@ -14,7 +14,7 @@ MAX_LISTED = 60
 
 
 def import_object(path: str) -> Any:
-    """Import a function or class by its path. Raises: ValueError if the path is invalid; the message says why."""
+    """Import a function or class by its path. Raises: ValueError if the path is invalid."""
     if problem := import_path_problem(path):
         raise ValueError(problem)
     module_name, _, name = path.rpartition(".")
@@ -22,7 +22,7 @@ def import_object(path: str) -> Any:
 
 
 def import_path_problem(path: str) -> str | None:
-    """Describe why an import path is invalid, for example because a module is missing. Return None if it is valid."""
+    """Describe why an import path is invalid. Return None if it is valid."""
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)

@@ -18,15 +18,15 @@ REDRAW_SECONDS = 0.1
 
 Render = Callable[[int | None], Text]
 """Formats the line for a terminal of the given width in columns. With the width None, it formats the line for a log
-file: as plain text of any length."""
+file."""
 
 
 class InPlaceLine:
     """One line on stdout that shows the progress of a job.
 
     In a terminal or a notebook, the line is updated in place, and other output is printed above the line. In a file,
-    the line is printed at the start, every minute and at the end, without carriage returns and escape codes. If there
-    are several in-place lines, only the one that was shown last is on the screen.
+    the line is printed at the start, every minute and at the end. If there are several in-place lines, only the one
+    that was shown last is on the screen.
     """
 
     on_screen: ClassVar[InPlaceLine | None] = None
@@ -38,15 +38,7 @@ class InPlaceLine:
         self.next_time = 0.0
 
     def show(self, render: Render, *, is_due: bool = False) -> None:
-        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago. In a file, the limit is a minute.
-
-        Args:
-            render: Formats the line. `show` calls the function if the line is shown now. In a terminal, the function is
-                called again whenever the line is shown again, for example after other output was printed above the
-                line. `close` can call the function that the last call of `show` got.
-            is_due: True shows the line in a terminal, no matter when the line was last shown. In a file, `is_due` has
-                no effect.
-        """
+        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago. In a file, the limit is a minute."""
         self.render = render
         can_redraw = redraws(sys.stdout)
         if time.monotonic() < self.next_time and not (is_due and can_redraw):
@@ -58,11 +50,7 @@ class InPlaceLine:
         self.next_time = time.monotonic() + (REDRAW_SECONDS if can_redraw else LINE_SECONDS)
 
     def close(self, *, is_kept: bool) -> None:
-        """Remove the line from the terminal, or keep it there in its last state.
-
-        Args:
-            is_kept: True keeps the line in a terminal, and prints its last state if the output is a file.
-        """
+        """Remove the line from the terminal, or keep it there in its last state."""
         if self.render is not None and is_kept:
             self.draw() if redraws(sys.stdout) else self.print_line()
             self.next_time = 0.0

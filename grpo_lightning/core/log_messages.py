@@ -75,19 +75,15 @@ def redraws(stream: Any) -> bool:
 
 
 def unwrap(stream: Any) -> Any:
-    """The original stream of a proxy. Proxies replace stdout and stderr while a `InPlaceLine` is on the screen."""
+    """The original stream of a proxy."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """Make a tqdm progress bar on stderr.
 
-    In a terminal or a notebook, the bar is redrawn in place, ten times a second. In a file, every redrawn bar would
-    remain as a line, so a line is printed only at the start, once per minute and at the end.
-
-    Args:
-        items: Items to iterate over; None for a bar that is updated manually.
-        options: Options of tqdm.
+    In a terminal or a notebook, the bar is redrawn in place, ten times a second. In a file, a line is printed only at
+    the start, once per minute and at the end.
     """
     if redraws(sys.stderr):
         return tqdm(items, **options)
@@ -95,17 +91,13 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
 
 
 class Lines:
-    """File-like object that tqdm writes to. It prints each refresh of a bar as a separate line.
-
-    Args:
-        stream: "stdout" or "stderr".
-    """
+    """File-like object that tqdm writes to. Each refresh of a bar becomes a line."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        """Print a refresh without tqdm's carriage return at the start. Skip the empty line after the last refresh."""
+        """Print a refresh without tqdm's carriage return at the start."""
         if line := text.strip("\r\n "):
             getattr(sys, self.stream).write(f"{line}\n")
 
@@ -144,7 +136,7 @@ class Wrapped(logging.Formatter):
 
 
 class NoNoise(logging.Filter):
-    """Drops log records that match `NOISE`, because they repeat messages of this package or do not concern the run."""
+    """Drops log records that match `NOISE`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the record is to be shown."""
@@ -184,13 +176,7 @@ def show_messages() -> None:
 
 
 def quiet_libraries(*, has_validation: bool) -> None:
-    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes. Other warnings stay.
-
-    Only the command line calls this function, because in other programs, the application decides what is shown.
-
-    Args:
-        has_validation: False if the recipe has no validation data. Warnings about missing validation are then silenced.
-    """
+    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes. Other warnings stay."""
     from transformers.utils import logging as transformers_logging
 
     quiet_loggers()
@@ -212,8 +198,7 @@ def quiet_loggers() -> None:
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return at most `n` known names for a misspelled name.
 
-    If known names equal the misspelled name except for upper and lower case, return them. If not, return the most
-    similar names.
+    Names that differ only in upper and lower case take precedence over similar names.
     """
     names = list(known)
     same = [other for other in names if other.casefold() == name.casefold()]
@@ -238,7 +223,7 @@ MAX_NAMED = 20
 
 
 def bullet_list(problems: Sequence[str]) -> str:
-    """Format problems as a bullet list. It has the first `MAX_NAMED` problems, and the number of the others."""
+    """Format problems as a bullet list. Only the first `MAX_NAMED` are listed."""
     lines = [f"- {problem}" for problem in problems[:MAX_NAMED]]
     if len(problems) > MAX_NAMED:
         lines.append(f"- and {len(problems) - MAX_NAMED} more.")

@@ -1,11 +1,10 @@
 """Collectives, which are no-ops in single-process runs, and the classes `Lockstep` and `Teams`.
 
 `Lockstep` makes all ranks run the policy equally often while the policy's weights are sharded. `Teams` divides the
-ranks into teams. The ranks of a team share the completions of a prompt.
+ranks into teams.
 
 All ranks must make the same collective calls in the same order. For a collective of a team, this applies only to the
-ranks of the team. The run hangs if one rank skips a call that the others make, for example because each rank decides
-by its own data whether to make the call.
+ranks of the team. The run hangs if one rank skips a call that the others make.
 """
 
 from __future__ import annotations
@@ -65,14 +64,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:
-    """Gather one tensor per rank, in the order of the ranks. The tensors can differ in their first dimension.
-
-    Args:
-        rows: [M, ...] on any device.
-
-    Returns:
-        The tensors of all ranks, on the device of `rows`.
-    """
+    """Gather one tensor per rank, in the order of the ranks. The tensors can differ in their first dimension."""
     if world_size() == 1:
         return [rows]
     sizes = gather_objects(len(rows))
@@ -84,20 +76,17 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 
 
 def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
-    """Take items from the parts in turn (round-robin). A part that has run out of items is skipped.
+    """Take items from the parts in turn (round-robin).
 
-    Prompts go round-robin to the ranks, so prompt i of rank r has index `i * world_size + r` among all prompts. Suppose
-    that each rank has a list with one item for each of its prompts. `gather_objects` gathers the lists, and this
-    function merges the lists into one list in the order of the prompts. If ranks share groups, prompts go round-robin
-    to the teams (`Teams`). The list of a team's first member then has the items of the team's prompts, and the lists of
-    the other members are empty.
+    Prompts go round-robin to the ranks, so prompt i of rank r has index `i * world_size + r` among all prompts. The
+    lists of all ranks are thus merged in the order of the prompts.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
 
 
 def _all_reduce(values: Tensor, operation: Any) -> Tensor:
-    """All-reduce on a device that the process group supports. The result is on the device of `values`."""
+    """All-reduce on a device that the process group supports."""
     if world_size() == 1:
         return values
     # A copy, because all_reduce works in place.
@@ -107,7 +96,7 @@ def _all_reduce(values: Tensor, operation: Any) -> Tensor:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Timeout of the collectives of a process group. PyTorch has no public attribute for it."""
+    """Timeout of the collectives of a process group."""
     device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
     return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
 
@@ -128,17 +117,8 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
 
     The part has every R-th completion (see `Teams`).
 
-    The parts of a team's members differ in size by at most one. Consecutive completions belong to different members.
-    If a rollout has fewer groups than updates, an update trains on only some consecutive completions of a group
-    (`split_updates`). Even then, the completions of each update are spread evenly over the members.
-
-    Args:
-        num_generations: G.
-        member: Index of the rank in its team, from 0 to R - 1. It is also the index of the rank's first completion.
-        ranks_per_group: R, the number of ranks in the team.
-
-    Returns:
-        The indices of the rank's completions among the G completions.
+    Consecutive completions belong to different members, because an update can train on only some consecutive
+    completions of a group (`split_updates`).
     """
     return range(member, num_generations, ranks_per_group)
 
@@ -147,9 +127,8 @@ class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
     With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
-    rank. All ranks therefore make the same calls until the last rank is done. When other ranks decode, a rank whose
-    completions have all ended decodes a dummy row and discards the result. When other ranks prefill prompts, a rank
-    without waiting prompts prefills a dummy prompt.
+    rank. All ranks therefore make the same calls until the last rank is done. A rank without work of its own runs dummy
+    rows.
 
     Args:
         is_needed: True if forward calls are collective. If False ("without lockstep"), no rank waits for another rank.
@@ -159,28 +138,18 @@ class Lockstep:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Return the number of waves to run.
+        """Number of waves to run. With lockstep, it is the maximum of `own` over all ranks.
 
-        With lockstep, it is the maximum of `own` over all ranks. Without lockstep, it is this rank's `own`.
-
-        A wave is a set of prompts that are decoded together. A rank with fewer waves than the maximum first runs its
-        own waves. Then it runs dummy rows, so that it takes part in the forward calls of the other ranks.
-
-        Args:
-            own: Number of waves that this rank needs for its own prompts.
+        A wave is a set of prompts that are decoded together.
         """
         return int(max_over_ranks(torch.tensor(own, device="cpu"))) if self.is_needed else own
 
     def union(self, own: Sequence[int]) -> set[int]:
-        """The union of `own` over all ranks. Without lockstep, it is the set of this rank's `own` numbers."""
+        """The union of `own` over all ranks."""
         return set().union(*gather_objects(set(own))) if self.is_needed else set(own)
 
     def agree(self, *own: bool) -> list[bool]:
-        """For each kind of forward call (decoding, prefill), return whether any rank makes such a call next.
-
-        Args:
-            own: For each kind, whether this rank makes such a call next.
-        """
+        """For each kind of forward call (decoding, prefill), return whether any rank makes such a call next."""
         if not self.is_needed:
             return list(own)
         return max_over_ranks(torch.tensor(own, dtype=torch.long, device="cpu")).bool().tolist()
@@ -196,8 +165,7 @@ class Teams:
         rank r is member r mod R of team r // R
 
     The members of a team are consecutive ranks, so they are on the same node if R divides the number of ranks per node.
-    The first member (member 0) of a team also holds the complete groups, so that rewards and advantages see all G
-    completions. With R = 1, every rank is a team of its own.
+    The first member (member 0) of a team also holds the complete groups. With R = 1, every rank is a team of its own.
     """
 
     ranks_per_group: int = 1
@@ -234,7 +202,7 @@ class Teams:
         return self.ranks_per_group > 1
 
     def indices(self, count: int) -> list[int]:
-        """Indices of this team's `count` prompts among the prompts of all teams. Prompts go round-robin to teams."""
+        """Indices of this team's `count` prompts among the prompts of all teams."""
         return [self.team + i * self.num_teams for i in range(count)]
 
     def part(self, num_generations: int, member: int | None = None) -> range:
@@ -275,12 +243,6 @@ class Teams:
         """Send value i of the first member's `values` to member i of the team.
 
         Collective: every member of the team must call this.
-
-        Args:
-            values: One value per member. Only the argument of the first member is used.
-
-        Returns:
-            The value of this rank.
         """
         if not self.is_shared:
             return values[0]
@@ -291,16 +253,9 @@ class Teams:
         return received[0]  # type: ignore[no-any-return]
 
     def check(self, problem: str | None) -> None:
-        """Raise an error on every member of the team if the first member has found a problem.
+        """Raise a ValueError on every member of the team if the first member has found a problem.
 
-        Collective: every member of the team must call this. If only one member raised an error, the others would wait
-        for that member in their next collective.
-
-        Args:
-            problem: The problem that the team's first member has found, or None. The other members' values are ignored.
-
-        Raises:
-            ValueError: If the first member has found a problem.
+        Collective: every member of the team must call this.
         """
         problem = self.broadcast(problem)
         if problem is not None:
@@ -311,8 +266,7 @@ class Teams:
         """The process group of this rank's team.
 
         The first access is collective: all ranks must make it, because each rank creates the groups of all teams. The
-        collectives of the team have the timeout of the run's process group (`timeout` of the strategy), because waiting
-        for a member of the team can take as much time as waiting for any other rank.
+        collectives of the team have the timeout of the run's process group (`timeout` of the strategy).
         """
         firsts = range(0, world_size(), self.ranks_per_group)
         members = [list(range(first, first + self.ranks_per_group)) for first in firsts]

@@ -18,9 +18,6 @@ def run_seed(seed: int | None) -> int:
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) that depends on every part.
-
-    For example `derived_seed(seed, "rollout", rank, 12)`.
-    """
+    """A seed in [0, 2^63) that depends on every part."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

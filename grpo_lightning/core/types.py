@@ -1,8 +1,7 @@
 """Records of a training step: prompts, completions, groups, sampling settings and micro-batches.
 
-Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens,
-T completion tokens, V tokens in the vocabulary. A prompt is stored once for its G completions, not repeated G times. A
-cycle is one rollout and the micro-steps that train on it.
+Letters used everywhere: N prompts, G completions per prompt (`num_generations`), B = N x G rows, L prompt tokens, T
+completion tokens, V tokens in the vocabulary. A cycle is one rollout and the micro-steps that train on it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Prompt:
     the prompt was read from it."""
 
     index: int = -1
-    """Position in the dataset, which identifies the prompt in logs and in a resumed run; -1 if unknown."""
+    """Position in the dataset, by which logs and a resumed run identify the prompt; -1 if unknown."""
 
     source: str = ""
     """Name of the mixture entry that the row comes from; empty for prompts from elsewhere."""
@@ -70,19 +69,19 @@ class Prompt:
     """Arguments for the chat template, for example `enable_thinking=False`."""
 
     token_ids: Sequence[int] | None = None
-    """[L] tokens of a truncated prompt. None for other prompts, which are tokenized just before sampling."""
+    """[L] tokens of a truncated prompt. None for other prompts."""
 
     images: Sequence[ImageRef] = ()
-    """References to the images, in the order of the message parts `{"type": "image"}`. Images are read lazily."""
+    """References to the images, in the order of the message parts `{"type": "image"}`."""
 
     observation: Any = field(default=None, compare=False)
-    """The environment's first observation, which has been appended to `content`; None if there is none."""
+    """The environment's first observation, appended to `content`; None if there is none."""
 
     where: str = field(default="", compare=False)
     """File and line of the row, for messages; empty if unknown."""
 
     prompt_column: str = field(default="", compare=False)
-    """The row's column that `content` was read from; empty if the prompt was not read from a row."""
+    """The row's column that `content` was read from; empty for other prompts."""
 
     @property
     def key(self) -> int | str:
@@ -101,8 +100,7 @@ class Turn:
 
     role: str
     """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. The role
-    is empty if the environment continues the policy's message instead of sending a message (see
-    `environments.base.Step`)."""
+    is empty if the environment continues the policy's message (see `environments.base.Step`)."""
 
     text: str
     """The decoded tokens of the policy without special tokens, or the observation, with `IMAGE_MARK` for an image."""
@@ -111,8 +109,7 @@ class Turn:
     """Index of the turn's first token among the tokens of the completion."""
 
     end: int
-    """Index after the last token of this turn. An observation after the last turn of the policy has no tokens, because
-    the policy does not see it."""
+    """Index after the last token of this turn. An observation after the last turn of the policy has no tokens."""
 
     is_sampled: bool
     """True if the policy wrote this turn."""
@@ -136,7 +133,7 @@ class Ending:
 
     failure: str = ""
     """Kind of the last failed call (`environments.workers.FAILURES`); empty if no call failed. The kind is kept even if
-    the environment's method `on_failure` has answered, so that the conversation continued."""
+    the environment's method `on_failure` has answered."""
 
     is_scorable: bool = True
     """False if the completion gets no reward because of the failure."""
@@ -170,10 +167,7 @@ class Completion:
     """The observations with images, in order."""
 
     mask: list[bool] | None = None
-    """[T] True where a token is trained on; None trains on all tokens.
-
-    Tokens that the policy did not sample (observations of an environment) are False.
-    """
+    """[T] True where a token is trained on; None trains on all tokens."""
 
     ref_logprobs: list[float] | None = None
     """[T] nats: log-probability of each token under the reference; None until computed, or without a reference."""
@@ -183,13 +177,11 @@ class Completion:
     for tokens of observations. None if the engine reports no entropies."""
 
     turn_advantages: list[float] | None = None
-    """[T] for each token, `turn_credit` times the credit of its turn in the conversation. This product is added to the
-    completion's advantage. None if turns have no credit."""
+    """[T] for each token, `turn_credit` times the credit of its turn. None if turns have no credit."""
 
     weight_version: int | None = None
     """Number of weight updates that the engine had received when the completion was sampled; in a conversation, when
-    the first turn was sampled. The engine's current number of weight updates minus this number is the age of the
-    weights that sampled the completion. None if the engine has no copy of the weights."""
+    the first turn was sampled. None if the engine has no copy of the weights."""
 
     @property
     def is_truncated(self) -> bool:
@@ -215,7 +207,7 @@ class Completion:
 
 @dataclass
 class Group:
-    """A prompt and its G completions. GRPO compares the rewards of these completions with each other."""
+    """A prompt and its G completions."""
 
     prompt: Prompt
     prompt_ids: list[int]
@@ -224,8 +216,7 @@ class Group:
     completions: list[Completion]
 
     rollout_index: int = 0
-    """Number of rollouts that the policy had trained on when this group was requested. The number identifies the
-    weights that sampled the group."""
+    """Number of rollouts that the policy had trained on when this group was requested."""
 
     image_views: Sequence[ImageView] = ()
     """One view per image of the prompt."""
@@ -235,7 +226,7 @@ class Group:
 
     number: int = -1
     """Index of the group among all groups that its team of ranks has sampled for this rollout (see `core.ranks.Teams`).
-    It is -1 if one rank has sampled the group alone."""
+    -1 if one rank has sampled the group alone."""
 
 
 @dataclass
@@ -271,15 +262,15 @@ class MicroBatch:
     """[B, T] float32, reported by the engine."""
 
     old_logprobs: Tensor | None = None
-    """[B, T] float32, log-probs under the policy at the start of training on the rollout; with
-    `model.old_logprobs: rollout`, the engine's log-probs (`rollout_logprobs`). None until computed."""
+    """[B, T] float32, log-probs under the policy at the start of training on the rollout. With
+    `model.old_logprobs: rollout`, these are `rollout_logprobs`. None until computed."""
 
     ref_logprobs: Tensor | None = None
     """[B, T] float32, log-probs under the reference; None until computed, or without a reference."""
 
     selected: Tensor | None = None
-    """[B, T] bool, True at the tokens selected for the optimizer step (`Objective.selection`). None before the
-    selection, and for objectives that do not select tokens."""
+    """[B, T] bool, True at the tokens selected for the optimizer step (`Objective.selection`). None without a
+    selection."""
 
     turn_advantages: Tensor | None = None
     """[B, T] float32, `turn_credit` times the credit of each token's turn; None if turns have no credit."""
@@ -301,16 +292,14 @@ class MicroBatch:
     """Vision inputs of the prompts; None for a text-only policy."""
 
     images: Sequence[Sequence[ObservedImages]] = ()
-    """[B] for each completion, those of its observations that contain images. The outer sequence is empty if no
-    completion of the micro-batch has such observations."""
+    """[B] for each completion, those of its observations that contain images. Empty if there are none."""
 
     conversation_vision: VisionInputs | None = None
-    """[B] for each completion, the vision inputs of its prompt and of the completion together; empty inputs for
-    completions without images. None if no completion of any rank contains images."""
+    """[B] for each completion, the vision inputs of its prompt and of the completion together. None if no completion of
+    any rank contains images."""
 
     num_image_chunks: int | None = None
-    """Like `num_chunks`, but for the completions that contain images. These completions run in separate chunks.
-    `num_chunks` counts only the chunks of completions without images."""
+    """Like `num_chunks`, but for the completions that contain images."""
 
     prompt_observations: Sequence[str] = ()
     """[N] `Prompt.observation` of each prompt as JSON. A resumed run uses it to find the images. Empty if no prompt has
@@ -368,10 +357,8 @@ class SamplingParams:
     """Tokens after which a completion is truncated."""
 
     temperature: float = 1.0
-    """Divides the logits; the same temperature is used wherever log-probs are computed.
-
-    0 is greedy (evaluation only).
-    """
+    """Divides the logits; 0 is greedy (evaluation only). The same temperature is used wherever log-probs are
+    computed."""
 
     top_p: float = 1.0
     """Nucleus mass (Holtzman et al. 2019); 1 keeps every token."""
@@ -392,11 +379,10 @@ class SamplingParams:
     """A completion ends with the token that completes one of these strings."""
 
     guided_regex: str | None = None
-    """Regular expression that the whole text of each completion must match (only `VLLMEngine`). Tokens that would make
-    a match impossible are never sampled, and the log-probs are those of the distribution over the remaining tokens."""
+    """Regular expression that the whole text of each completion must match (only `VLLMEngine`)."""
 
     def __post_init__(self) -> None:
-        """Check every range. Raises: ValueError if a value is not allowed; the message names field, value and range."""
+        """Check every range. Raises: ValueError if a value is not allowed."""
         limits = [
             ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or positive"),
@@ -468,7 +454,7 @@ class ImageFeatures(NamedTuple):
 
 @dataclass
 class PromptVision:
-    """A prompt's vision inputs, which a multimodal policy gets in addition to the token ids."""
+    """A prompt's vision inputs."""
 
     images: dict[str, Tensor] = field(default_factory=dict)
     """The processor's image tensors, concatenated over images; empty without images."""
@@ -483,8 +469,7 @@ class PromptVision:
     """References to the images, for engines that process images themselves."""
 
     text: str = ""
-    """The rendered prompt with one placeholder per image, for engines that process images themselves; empty without
-    images."""
+    """The rendered prompt with one placeholder per image, for engines that process images themselves."""
 
     more_ids: Sequence[int] = ()
     """The tokens of a conversation that follow the rendered prompt."""
@@ -505,9 +490,9 @@ class VisionInputs:
     """[N] one per prompt."""
 
     blank: Mapping[str, Tensor] | None = None
-    """Processor tensors of a small blank image, for forward passes over prompts without images: the vision tower runs
-    on the blank image, and the resulting features are discarded. The blank image is needed if all ranks must run the
-    tower, because the tower's weights are sharded or their gradients are averaged. None if the tower can be skipped."""
+    """Processor tensors of a small blank image, for forward passes over prompts without images. The blank image is
+    needed if all ranks must run the tower, because the tower's weights are sharded or their gradients are averaged.
+    None if the tower can be skipped."""
 
     def select(self, prompts: Sequence[int]) -> VisionInputs:
         """Select prompts by index. The same index can occur several times."""
@@ -548,13 +533,7 @@ NOT_SAVED = "not_saved"
 
 
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
-    """Convert a value to settings of the type `kind`.
-
-    Args:
-        kind: A dataclass of settings.
-        value: An object of this type, which is returned unchanged; a mapping from field names to values, as in
-            checkpoints and YAML; or None for the defaults.
-        key: Name of the value in errors.
+    """Convert a mapping of fields to settings of the type `kind`. None gives the defaults.
 
     Raises:
         ValueError: If the value has another type.
@@ -584,12 +563,9 @@ def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] 
 
 
 def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
-    """Check fields of settings. Raises: ValueError for the first invalid field; the message names value and range.
+    """Check fields of settings. Raises: ValueError for the first invalid field.
 
-    Args:
-        prefix: Prefix of the keys in the message: "sampling" for `sampling.top_p`.
-        settings: The settings object whose fields are checked.
-        limits: One tuple per field: its name, True if its value is allowed, and a description of the allowed values.
+    A limit has the name of the field, whether its value is allowed, and the allowed values in words.
     """
     for name, is_valid, allowed in limits:
         if not is_valid:

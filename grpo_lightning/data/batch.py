@@ -14,14 +14,7 @@ from grpo_lightning.data.templates import PromptTemplate
 
 
 class PromptBatch:
-    """This rank's prompts of one cycle (the micro-steps that train on one rollout), and the current micro-step.
-
-    Args:
-        prompts: The prompts.
-        cycle: Number of micro-steps in the cycle. The loader yields the same prompts for each micro-step.
-        position: The current micro-step, counted from 0.
-        is_from_source: True if a `PromptSource` created the batch.
-    """
+    """This rank's prompts of one cycle (the micro-steps that train on one rollout), and the current micro-step."""
 
     def __init__(
         self, prompts: list[Prompt], cycle: int = 1, position: int = 0, *, is_from_source: bool = False
@@ -36,17 +29,16 @@ class PromptBatch:
         return len(self.prompts)
 
     def to(self, device: torch.device | str) -> PromptBatch:
-        """Return the batch itself, because prompts become tensors only after tokenization."""
+        """Return the batch itself."""
         return self
 
 
 class LaterBatch(PromptBatch):
     """A batch whose prompts are taken from the dataset of a `PromptSource` only when they are first used.
 
-    If a loader has no length, Lightning fetches the next batch before it trains on the current batch. The prompts of
-    the next batch are not known at that time, because dynamic sampling possibly still takes further prompts for the
-    current rollout (`PromptSource.more`). In addition, a checkpoint saved at that time must not count the prompts of
-    the next batch as used.
+    If a loader has no length, Lightning fetches the next batch before it trains on the current batch. Dynamic sampling
+    may then still take further prompts for the current rollout (`PromptSource.more`). In addition, a checkpoint saved
+    at that time must not count the prompts of the next batch as used.
     """
 
     def __init__(self, cycle: int, take: Callable[[], tuple[list[Prompt], int]]) -> None:
@@ -81,13 +73,6 @@ def as_prompt(
 ) -> Prompt:
     """Convert an item of a dataset (a `Prompt`, a text, or a row with a prompt column) to a prompt.
 
-    Args:
-        row: The item. A `Prompt` is returned unchanged, except that it gets `index` if it has no index.
-        index: Position of the item in the dataset.
-        template: Prompt template for texts and rows.
-        where: Name of the item in errors; by default "row N", with N = `index` + 1.
-        remedy: Last sentence of the error if the item is not a prompt.
-
     Raises:
         TypeError: If the item is not a `Prompt`, a text or a row.
         ValueError: If a row has no valid prompt, or has video or audio.
@@ -114,13 +99,12 @@ WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `co
 def as_prompt_batch(batch: Any) -> PromptBatch:
     """Convert a batch of any dataloader to a `PromptBatch`. A `PromptBatch` is returned unchanged.
 
-    The batch can be a list of prompts, texts or rows. It can also be a mapping of columns. Torch's default collate
-    function makes such a mapping from rows. The positions of texts and rows in the dataset are not known, so their
-    prompts have no index.
+    The batch can be a list of prompts, texts or rows, or a mapping of columns, as torch's default collate function
+    makes it. The prompts of texts and rows have no index.
 
     Raises:
-        TypeError: If the batch has another type than these, or for the same reasons as in `as_prompt`.
-        ValueError: For the same reasons as in `as_prompt`.
+        TypeError: If the batch has another type, or as in `as_prompt`.
+        ValueError: As in `as_prompt`.
     """
     if isinstance(batch, PromptBatch):
         return batch
@@ -142,8 +126,7 @@ def _rows_of_columns(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Invert torch's default collate function: convert columns back to rows.
 
     Raises:
-        TypeError: If a column holds messages, lists (boxes, images) or mappings. The collate function mixes up the rows
-            of such a column: it converts two boxes of four numbers to four pairs of numbers.
+        TypeError: If a column holds messages, lists (boxes, images) or mappings.
     """
     for name, values in batch.items():
         nested = [values] if isinstance(values, Mapping) else values

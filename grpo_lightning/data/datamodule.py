@@ -40,9 +40,8 @@ class PromptDataModule(L.LightningDataModule):
             the path of a YAML file with the key `datasets`.
         val_datasets: Validation mixture; null for no validation.
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
-        val_split: How many of the training prompts are held out for validation: their number, for example 200, or their
-            share, for example 0.05. Cannot be combined with `val_datasets`. The held-out prompts are sampled with
-            `seed` and are not used for training.
+        val_split: Number (200) or share (0.05) of the training prompts that are held out for validation. Cannot be
+            combined with `val_datasets`. The held-out prompts are sampled with `seed`.
         batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, this is the number of
             prompts per team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts per
             update.
@@ -61,14 +60,13 @@ class PromptDataModule(L.LightningDataModule):
         overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
             keeps their last tokens.
         num_proc: Worker processes that parse rows and count tokens. The prompts do not depend on this number.
-        num_workers: Number of threads that prepare images and rows. Before the run, these threads check images. While
-            the policy trains, they decode the images of the next batch. For a stream, they convert rows to prompts in
-            advance. The prompts do not depend on this number.
+        num_workers: Number of threads. Before the run, they check images. While the policy trains, they decode the
+            images of the next batch. For a stream, they convert rows to prompts in advance.
         shuffle_buffer: Number of rows that a stream keeps in memory. The next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all bad rows. (The rows of a stream are checked only when they are read.
-            The first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
+            before any weights load and lists all bad rows. (The rows of a stream are checked when they are read.)
+            "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder that contains the file `json_path`, or the folder that `dataset` names.
     """
@@ -145,10 +143,10 @@ class PromptDataModule(L.LightningDataModule):
                 download(entries)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data (only the first rows of a stream). An invalid row stops the run before weights are loaded.
+        """Read the data (only the first rows of a stream).
 
         The data are read once. However, if `max_prompt_length` is set and the trainer gets a module with another
-        policy, the data are read again, and tokens are counted with the tokenizer of this policy.
+        policy, the data are read again.
         """
         if self.max_prompt_length is not None:
             loader = self._attached_to().lightning_module.loader  # type: ignore[union-attr]
@@ -174,7 +172,7 @@ class PromptDataModule(L.LightningDataModule):
             )
 
     def load(self, datasets: list[DatasetEntry] | str) -> Prompts:
-        """Load the prompts of a mixture. If any entry is streaming, create a stream of all prompts of the mixture."""
+        """Load the prompts of a mixture. If any entry is streaming, create a stream."""
         seed, limit = run_seed(self.seed), self.length_limit()
         if not is_streaming(datasets):
             return load_mixture(
@@ -202,10 +200,8 @@ class PromptDataModule(L.LightningDataModule):
     def length_limit(self) -> LengthLimit | None:
         """Create the length limit, or return None if `max_prompt_length` is not set.
 
-        The limit counts tokens with the policy's encoder.
-
         Raises:
-            ValueError: If the data module has no trainer. It gets the policy's encoder through the trainer.
+            ValueError: If the data module has no trainer.
         """
         if self.max_prompt_length is None:
             return None
@@ -214,8 +210,6 @@ class PromptDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> PromptSource:
         """The source of training prompts.
-
-        Each micro-step gets all of this rank's prompts in the rollout that the micro-step trains on.
 
         Raises:
             ValueError: If there is no trainer, if the prompts are not loaded, or if they are a stream and
@@ -241,7 +235,7 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """A source that yields the validation prompts once, in their order, or an empty list if there are none."""
+        """A source that yields the validation prompts once, or an empty list if there are none."""
         return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:
@@ -294,14 +288,6 @@ class PromptDataModule(L.LightningDataModule):
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """Split prompts at random into training and validation prompts. Both keep their order.
-
-    Args:
-        prompts: All prompts.
-        size: Number of validation prompts, or their share of all prompts (a float below 1; the number is rounded up).
-        seed: Seed of the split. It is the same on all ranks and in a resumed run.
-
-    Returns:
-        (training prompts, validation prompts), disjoint.
 
     Raises:
         ValueError: If the prompts are a stream, or no training prompts would be left.

@@ -26,7 +26,7 @@ _ALLOWED = "all, first:N, end:N or random:N, with N rows (first:100) or a percen
 
 
 def is_data_file(path: str | os.PathLike[str]) -> bool:
-    """True if a path has the suffix of a data file. The file need not exist."""
+    """True if a path has the suffix of a data file."""
     return Path(path).suffix.lower() in DATA_FILES
 
 
@@ -137,9 +137,6 @@ class DatasetEntry:
     def image_folder(self, run_root: str | None = None) -> Path | None:
         """The base folder of relative image paths, or None for the current folder.
 
-        Args:
-            run_root: `image_root` of the data module, for entries without an `image_root` of their own.
-
         Raises:
             FileNotFoundError: If the folder `image_root` does not exist.
         """
@@ -171,8 +168,7 @@ class DatasetEntry:
         """Create an entry from the path of a data file or from a mapping of fields. An entry is returned unchanged.
 
         Raises:
-            ValueError: If a string is not the path of a data file, a key is unknown, or a value has the wrong type. The
-                message names the nearest valid key or the expected type.
+            ValueError: If a string is not the path of a data file, a key is unknown, or a value has the wrong type.
         """
         if isinstance(item, cls):
             return item
@@ -216,10 +212,9 @@ class Location:
 
 
 def parse_location(dataset: str) -> Location:
-    """Split `name:subset#1000` into its parts. The path of an existing file or folder is not split.
+    """Split `name:subset#1000` into its parts. Raises: ValueError if `#` is not followed by a count.
 
-    Raises:
-        ValueError: If `#` is not followed by a count.
+    The path of an existing file or folder is not split.
     """
     if Path(dataset).expanduser().exists():
         return Location(dataset)
@@ -231,7 +226,7 @@ def parse_location(dataset: str) -> Location:
 
 
 def check_keys(found: Iterable[Any], allowed: list[str], *, where: str) -> None:
-    """Raises: ValueError if there are unknown keys; the message names each with the nearest allowed key."""
+    """Raises: ValueError if there are unknown keys."""
     unknown = [str(key) for key in found if key not in allowed]
     if unknown:
         named = [
@@ -268,11 +263,6 @@ class Strategy:
 def parse_strategy(strategy: str, *, name: str) -> Strategy:
     """Parse `all`, `first:N`, `end:N` or `random:N`.
 
-    Args:
-        strategy: The text. N is an integer number of rows, or a percentage from 0% to 100%. A percentage can have
-            decimals.
-        name: Name of the entry, for error messages.
-
     Raises:
         ValueError: If `strategy` has another form.
     """
@@ -289,18 +279,12 @@ def parse_strategy(strategy: str, *, name: str) -> Strategy:
 def select(rows_count: int, strategy: str, *, seed: int, name: str) -> list[int]:
     """Select rows by a sampling strategy.
 
-    Random rows are sampled without replacement. They depend only on `seed`, `name` and `rows_count`. Global random
-    states are neither read nor changed. The rows of `random:10` are a subset of the rows of `random:20`.
-
-    Args:
-        rows_count: Number of rows available.
-        strategy: See `parse_strategy`.
-        seed: Seed of the random rows.
-        name: Name of the entry. Entries with different names are sampled independently.
+    Random rows are sampled without replacement. They depend only on `seed`, `name` and `rows_count`. The rows of
+    `random:10` are a subset of the rows of `random:20`.
 
     Returns:
-        Positions of the selected rows, starting at 0, in ascending order. If the strategy requests more rows than there
-        are, all rows are selected and a warning is logged.
+        Positions of the selected rows, in ascending order. If there are too few rows, all are selected and a warning is
+        logged.
 
     Raises:
         ValueError: If `strategy` is invalid.

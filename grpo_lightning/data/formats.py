@@ -1,7 +1,6 @@
 """Row formats: the columns that can hold the prompt of a row, and the conversion of the row to a `Prompt`.
 
-`PROMPT_COLUMNS` lists the columns that can hold the prompt, in order of precedence. If a row has several of these
-columns, the prompt is in the column that comes first in `PROMPT_COLUMNS`.
+`PROMPT_COLUMNS` lists the columns that can hold the prompt, in order of precedence.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PLACEHOLDERS = ("<ref-object>", "<bbox>")
 """Texts that ms-swift replaces by the names and boxes in the column `objects`."""
 
 NOTHING = ("", "None", "null", "[]", "()", "{}")
-"""Texts of empty values. A column of a CSV file can have them as text."""
+"""Texts of empty values, as in a CSV file."""
 
 MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 """Columns of unsupported media."""
@@ -51,33 +50,23 @@ def to_prompt(
     template: PromptTemplate | None = None,
     folder: Path | None = None,
 ) -> Prompt:
-    """Convert a row to a prompt, which also holds the columns for the rewards.
+    """Convert a row to a prompt.
 
-    The prompt is the first of `PROMPT_COLUMNS` that the row has. Math datasets often have the question both as
-    `problem` and as `messages` with a worked answer. `problem` takes precedence, so that the question template applies.
-    The rewards get all columns of the row, except a prompt column that is not kept (`PromptColumn.is_kept`).
+    The prompt is the first of `PROMPT_COLUMNS` that the row has. `problem` takes precedence over `messages`, so that
+    the question template applies. The rewards get all columns of the row, except a prompt column that is not kept
+    (`PromptColumn.is_kept`).
 
     If a prompt in `SWIFT_COLUMNS` has no system message, the text in the column `system` becomes the system message of
     the prompt, as in ms-swift. The pairs in the column `history` are the turns before a `query`.
 
     Images come from the column `image` or `images`, or from message parts (see `place_images`). No image file is
-    opened, because the prompt and its image column hold only references to the images. A row with images always becomes
-    a chat (`prompt_as: text` is an error), and gets the system prompt like other rows. In VLM-R1, only rows without
-    images get the system prompt.
-
-    Args:
-        row: The values of the row by column name. A prompt column whose value is None counts as absent. NaN counts as
-            None.
-        where: File and line, for error messages.
-        index: The prompt's position in the dataset.
-        source: Name of the row's mixture entry.
-        template: Prompt template for the row's text.
-        folder: Base folder of relative image paths; None for the current folder.
+    opened. A row with images always becomes a chat (`prompt_as: text` is an error), and gets the system prompt like
+    other rows.
 
     Raises:
-        ValueError: If the row has no prompt, that is, if each of `PROMPT_COLUMNS` is missing or null. If the prompt is
-            invalid or contains a lone surrogate. If the number of images does not match the placeholders in the prompt.
-            If a prompt in `SWIFT_COLUMNS` has tools or one of `PLACEHOLDERS`.
+        ValueError: If the row has no prompt. If the prompt is invalid or contains a lone surrogate. If the number of
+            images does not match the placeholders in the prompt. If a prompt in `SWIFT_COLUMNS` has tools or one of
+            `PLACEHOLDERS`.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
@@ -137,7 +126,7 @@ def nan_to_null(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unused_prompt_columns(prompt: Prompt) -> list[str]:
-    """Names of the row's columns that could also have been the prompt, but come later in `PROMPT_COLUMNS`."""
+    """Names of the row's columns that come later in `PROMPT_COLUMNS` than its prompt."""
     if not prompt.prompt_column:
         return []
     names = list(PROMPT_COLUMNS)
@@ -146,12 +135,7 @@ def unused_prompt_columns(prompt: Prompt) -> list[str]:
 
 
 def log_prompt_columns(prompts: Iterable[Prompt], logged: set[str]) -> None:
-    """Log what `describe_prompts` returns.
-
-    Args:
-        prompts: Prompts of any number of datasets.
-        logged: Lines that were logged before; updated in place.
-    """
+    """Log what `describe_prompts` returns, except lines in `logged`, and add the lines to `logged`."""
     for line in describe_prompts(prompts, logged):
         log.info("%s", line)
 
@@ -160,13 +144,7 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
     """Yield lines that describe the prompts of each dataset.
 
     A line names the prompt column, and states whether the prompts are chats or plain text, and in which form reward
-    functions get a completion. A dataset gets several such lines if its rows differ in these properties. If other
-    columns could also be the prompt, another line names these columns. Prompts that were not read from rows get no
-    line.
-
-    Args:
-        prompts: Prompts of any number of datasets.
-        known: Lines to leave out; updated in place.
+    functions get a completion. If other columns could also be the prompt, another line names these columns.
     """
     known = set() if known is None else known
     for prompt in prompts:
@@ -235,11 +213,7 @@ def _place(
 
 
 def refuse_media(prompt: Prompt, where: str) -> None:
-    """Check that a prompt has only text and images.
-
-    Raises:
-        ValueError: If a column or a message has video or audio, because the question could not be answered without it.
-    """
+    """Refuse video and audio. Raises: ValueError if a column or a message has some."""
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
     found += [f"a message part of type {part['type']!r}" for part in parts if part["type"] not in ("text", "image")]
@@ -272,7 +246,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _chat(value: Any, where: str) -> list[Message]:
-    """Check messages and join their text parts. Raises: ValueError naming the invalid message."""
+    """Check messages and join their text parts. Raises: ValueError."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"{where} must be a non-empty list of messages, got {value!r:.80}.")
     messages = []
@@ -292,8 +266,7 @@ def _chat_without_answer(value: Any, where: str) -> list[Message]:
 
     In data for supervised finetuning, the final assistant turn is the answer, but GRPO samples answers itself. The
     removed answer does not become the column `solution`, because a completion cannot be compared with a worked answer
-    in prose. This function does not read the column `prompt`, so a final assistant turn in `prompt` is kept, and the
-    completions continue it.
+    in prose.
     """
     messages = _chat(value, where)
     while messages and messages[-1]["role"] == "assistant":
@@ -361,11 +334,7 @@ def _ask(messages: Sequence[Message], template: PromptTemplate, where: str) -> s
 
 
 def _with_row_system(messages: list[Message], row: Mapping[str, Any], where: str) -> list[Message]:
-    """Prepend the text in the column `system`, unless the messages start with a system or developer message.
-
-    Raises:
-        ValueError: If the column is not a text.
-    """
+    """Prepend the column `system`, unless there is a system message. Raises: ValueError if the column is no text."""
     system = row.get("system")
     if system is None or messages[0]["role"] in ("system", "developer"):
         return messages
@@ -432,8 +401,7 @@ def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
 def _with_text(message: Message) -> Message:
     """Join the parts of a message into one text if all parts are text.
 
-    If the content of a message is a list of parts, the chat templates of text-only models omit the content, or render
-    the Python representation of the list.
+    The chat templates of text-only models cannot render a list of parts.
     """
     parts = _parts(message)
     if not parts or any(part["type"] != "text" for part in parts):

@@ -1,4 +1,4 @@
-"""Prompt length limit. Prompts that are too long cause an error, are dropped, or are truncated to their last tokens."""
+"""Prompt length limit. Longer prompts cause an error, are dropped, or are truncated to their last tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LengthCount:
     """Counts of prompts that are too long."""
 
     num_prompts: int = 0
-    """Number of all prompts, including those that are not too long."""
+    """Number of all prompts."""
 
     num_too_long: int = 0
 
@@ -64,12 +64,10 @@ class LengthLimit:
     def measure(self, prompt: Prompt, where: str) -> Measured:
         """Count the tokens of a prompt, and truncate or remove it if it has too many.
 
-        With "drop" and "error", the returned item has None in place of a prompt that is too long. The error itself is
-        raised later, by `check`.
+        With "drop" and "error", an item that is too long has no prompt. `check` raises the error.
 
         Raises:
-            ValueError: If the prompt cannot be tokenized, or has images and would be truncated; the message starts with
-                `where`.
+            ValueError: If the prompt cannot be tokenized, or has images and would be truncated.
         """
         num_tokens = self.encoder.num_tokens(prompt, where)
         kept: Prompt | None = prompt
@@ -93,16 +91,7 @@ class LengthLimit:
         return replace(prompt, token_ids=self.encoder(prompt, where).token_ids[-self.max_prompt_length :])
 
     def check(self, measured: Sequence[Measured], *, of: str) -> None:
-        """Log how many prompts are too long, or raise an error.
-
-        Args:
-            measured: All prompts, including those that are too long.
-            of: Where the prompts come from, for the message.
-
-        Raises:
-            ValueError: If prompts are too long and `overlong_prompts` is "error". The message names the first of these
-                prompts and the length of the longest.
-        """
+        """Log how many prompts are too long. Raises: ValueError if there are any and `overlong_prompts` is "error"."""
         too_long = [m for m in measured if m.num_tokens > self.max_prompt_length]
         if not too_long:
             return

@@ -1,13 +1,7 @@
 """Mixtures of datasets.
 
 A mixture is a list of entries. Each entry selects all rows, the first rows, the last rows, or random rows of one
-dataset. The mixture has the selected rows, one entry after the other. In YAML:
-
-    datasets:
-      - json_path: data/gsm8k.jsonl
-        sampling_strategy: random:50%
-      - dataset: openai/gsm8k:main#1000
-        columns: {answer: solution}
+dataset. The mixture has the selected rows, one entry after the other.
 
 All ranks, and all runs with the same entries and seed, select the same rows.
 """
@@ -47,8 +41,8 @@ from grpo_lightning.data.templates import PromptTemplate
 log = logging.getLogger(__name__)
 
 Entries: TypeAlias = Sequence[DatasetEntry | Mapping[str, Any] | str] | str | os.PathLike[str]
-"""A list of the entries of a mixture, or the path of one data file or of a YAML file with entries. Each entry is a
-`DatasetEntry`, a mapping with the fields of `DatasetEntry`, or the path of a data file."""
+"""A list of entries, or the path of one data file or of a YAML file with entries. Each entry is a `DatasetEntry`, a
+mapping with the fields of `DatasetEntry`, or the path of a data file."""
 
 
 def load_mixture(
@@ -63,23 +57,13 @@ def load_mixture(
 ) -> list[Prompt]:
     """Load the selected rows as prompts, in the order of the entries and of the rows in each entry.
 
-    Args:
-        entries: The entries, or the path of one data file or of a YAML file with entries (see `read_mixture_yaml`).
-        seed: Seed of the rows that `random:N` selects.
-        template: Prompt template.
-        limit: Length limit of prompts.
-        num_proc: Number of worker processes that parse rows and count tokens.
-        preflight: Check of images and boxes; None is `Preflight()`, which raises an error for bad images and boxes.
-        image_root: Base folder of relative image paths, for entries without an `image_root` of their own.
-
     Returns:
         The prompts. `Prompt.index` is the position among the selected rows of all entries, including rows dropped
-        later. `Prompt.source` is the name of the entry. By default, this is the name of its file without suffix, for
-        example `train`. A second entry with that name is called `train#2`.
+        later. `Prompt.source` is the name of the entry. A second entry named `train` is called `train#2`.
 
     Raises:
         FileNotFoundError: If a file or dataset does not exist.
-        ValueError: If a file, row or image is invalid (the message names file and line), or no prompt is left.
+        ValueError: If a file, row or image is invalid, or no prompt is left.
     """
     named = _name_entries(as_entries(entries))
     measured: list[Measured] = []
@@ -128,11 +112,9 @@ def stream_mixture(
 ) -> PromptStream:
     """Create a stream of a mixture, in which the rows of streaming entries are read when they are used.
 
-    Unless the stream is shuffled, the rows have the same order as in `load_mixture`. A shuffled stream mixes the rows
-    of the entries. The way of mixing depends on whether the number of rows of every entry is known (`mix_parts`). The
-    number is known if the entry selects `first:N` or does not set `streaming`. An entry that does not set `streaming`
-    is loaded completely when the stream opens it, and supports every sampling strategy. The images of a row are checked
-    when the row is read. For the arguments, see `load_mixture` and `PromptStream`.
+    A shuffled stream mixes the rows of the entries (`mix_parts`). An entry that does not set `streaming` is loaded
+    completely when the stream opens it, and supports every sampling strategy. The images of a row are checked when the
+    row is read.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
@@ -171,13 +153,9 @@ def download(entries: Entries) -> None:
 def as_entries(entries: Entries, key: str = "datasets") -> list[DatasetEntry]:
     """Parse the entries of a mixture.
 
-    Args:
-        entries: The entries, or the path of one data file or of a YAML file with entries.
-        key: The setting that holds the entries, for messages.
-
     Raises:
-        FileNotFoundError: For the same reasons as in `read_mixture_yaml`.
-        ValueError: If an entry is invalid, and for the same reasons as in `read_mixture_yaml`.
+        FileNotFoundError: As in `read_mixture_yaml`.
+        ValueError: If an entry is invalid, and as in `read_mixture_yaml`.
     """
     if isinstance(entries, str | os.PathLike):
         return [DatasetEntry(os.fspath(entries))] if is_data_file(entries) else read_mixture_yaml(entries)
@@ -240,16 +218,13 @@ def _check_roots(
 
 
 def _is_next_to(entry: DatasetEntry, folder: Path) -> bool:
-    """True if an entry's `dataset` names a folder that exists in `folder`, but not in the current folder.
-
-    Both the full name and the name without `:subset` and `#N` are looked up.
-    """
+    """True if an entry's `dataset` names a folder that exists in `folder`, but not in the current folder."""
     names = (entry.label, entry.location.name)  # the full name too: a folder may be called `a#1`
     return not any(Path(name).is_dir() for name in names) and any((folder / name).is_dir() for name in names)
 
 
 def _name_entries(entries: Sequence[DatasetEntry]) -> list[tuple[str, DatasetEntry]]:
-    """Give every entry a unique name, for the logs and for independent random rows."""
+    """Give every entry a unique name."""
     own = {entry.source for entry in entries}
     named: dict[str, DatasetEntry] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Parallel map, in worker processes or threads. The results and their order are the same for any number of workers."""
+"""Parallel map, in worker processes or threads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ _function: Callable[[Any], Any] | None = None
 
 def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) -> list[R]:
     """Compute `[function(item) for item in items]` in `num_proc` worker processes. With 1, this process computes it.
-
-    Args:
-        function: A picklable function. It is sent to each process only once, so it can hold a tokenizer.
-        items: Picklable items.
-        num_proc: Number of processes.
 
     Raises:
         Exception: The error of the first item on which `function` fails.
@@ -56,7 +51,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_workers: int)
 
     With 0 threads, each result is computed when it is used. Otherwise, one additional thread reads the items, and at
     most `READ_AHEAD` results per thread are computed in advance. If `items` or `function` raises an error, the iterator
-    raises this error in place of the result. The threads end when the iterator ends or is closed.
+    raises this error in place of the result.
     """
     if num_workers == 0:
         return (function(item) for item in items)

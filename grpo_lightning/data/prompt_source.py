@@ -1,9 +1,8 @@
 """PromptSource: the dataloader that yields the prompts of every cycle.
 
-A cycle consists of the micro-steps that train on one rollout. Each micro-step is one batch for Lightning. Each of these
-batches contains all of the rank's prompts for the cycle, so that Lightning's batch counting, gradient accumulation and
-checkpointing work unchanged. The source is deliberately not a DataLoader, because in a distributed run, Lightning would
-replace the sampler of a DataLoader by a `DistributedSampler`. This sampler would scatter the repeated prompts.
+A cycle consists of the micro-steps that train on one rollout. Each micro-step is one batch for Lightning, with all of
+the rank's prompts for the cycle. The source is deliberately not a DataLoader, because in a distributed run, Lightning
+would replace the sampler of a DataLoader by a `DistributedSampler`. This sampler would scatter the repeated prompts.
 """
 
 from __future__ import annotations
@@ -29,34 +28,30 @@ log = logging.getLogger(__name__)
 class PromptSource:
     """Yields prompts, cycle by cycle, in a seeded order.
 
-    An epoch is one pass over the data. It ends when all prompts are used, so its last cycle can have fewer prompts. If
-    the data have fewer prompts than a cycle takes, every cycle has all prompts of the data. The number of cycles in an
-    epoch is not known in advance for a stream, because the length of a stream is not known. With dynamic sampling, it
-    is not known either, because a cycle can use more prompts than `batch_size`. A run on a stream needs
+    An epoch is one pass over the data. Its last cycle can have fewer prompts. A run on a stream needs
     `trainer.max_steps`.
 
-    An image shared by several prompts of a cycle is read once. Before a run loads any weights, it checks that images
-    can be read. If the prompts are a list, the run checks all images. Otherwise, it checks only the images of the first
-    prompts. A `PromptSource` cannot skip rows with unreadable images, but a `PromptDataModule` can (`bad_images`).
+    Before a run loads any weights, it checks that images can be read. If the prompts are a list, the run checks all
+    images. Otherwise, it checks only the images of the first prompts. A `PromptSource` cannot skip rows with unreadable
+    images, but a `PromptDataModule` can (`bad_images`).
 
     Args:
         prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
-            `datasets.IterableDataset` (a stream). If two prompts of a list have the same `index` (the list joins two
-            mixtures, for example), the `index` of each prompt becomes its position in the list. In a dataset that is
-            not a list, the `index` of a prompt is always its position in the dataset.
+            `datasets.IterableDataset` (a stream). If two prompts of a list have the same `index`, the `index` of each
+            prompt becomes its position in the list. In a dataset that is not a list, the `index` of a prompt is always
+            its position in the dataset.
         batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the training prompts in a new order every epoch; False keeps the order of the data. Validation,
             test and prediction always keep the order of the data.
         seed: Seed of the order.
-        rank: Index of this rank, from 0 to `world_size` - 1. The index determines the rank's prompts in every cycle.
-            None uses the rank in the process group.
+        rank: Index of this rank, from 0 to `world_size` - 1. None uses the rank in the process group.
         world_size: Number of ranks; None uses the size of the process group.
         template: Prompt template for texts and rows.
         shuffle_buffer: Number of rows that a stream keeps in memory; the next row is sampled from these rows.
-        num_workers: Number of threads that prepare images and rows. While the policy trains on the current cycle, these
-            threads decode the images of the next cycle. For a stream, they convert rows to prompts in advance.
-        takes_more: True if the module uses `dynamic_sampling`, so that a cycle can take further prompts.
+        num_workers: Number of threads. While the policy trains on the current cycle, they decode the images of the next
+            cycle. For a stream, they convert rows to prompts in advance.
+        takes_more: True if the module uses `dynamic_sampling`.
         ranks_per_group: `ranks_per_group` of the module. If it is above 1, the ranks form teams of this size (see
             `core.ranks.Teams`). All ranks of a team get the same prompts.
 
@@ -117,7 +112,7 @@ class PromptSource:
 
     @property
     def is_stream(self) -> bool:
-        """True if the data is a stream. The length of a stream is not known."""
+        """True if the data is a stream."""
         return isinstance(self.prompts, PromptStream)
 
     @property
@@ -127,16 +122,16 @@ class PromptSource:
 
     @property
     def rank(self) -> int:
-        """Index of this rank's team. If `ranks_per_group` is 1, this is the index of the rank itself.
+        """Index of this rank's team.
 
-        The index is computed at every use, because a source may be created before the process group.
+        It is computed at every use, because a source may be created before the process group.
         """
         rank = group_rank() if self.given_rank is None else self.given_rank
         return rank // self.ranks_per_group % self.world_size
 
     @property
     def world_size(self) -> int:
-        """Number of teams, which get different prompts. If `ranks_per_group` is 1, this is the number of ranks."""
+        """Number of teams."""
         ranks = group_size() if self.given_world_size is None else self.given_world_size
         return max(1, ranks // self.ranks_per_group)
 
@@ -164,8 +159,7 @@ class PromptSource:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass to `epoch`.
 
-        After a resume, `epoch` is counted from the checkpoint's epoch. For example, after a resume in epoch 3, calls
-        with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
+        After a resume, `epoch` is counted from the checkpoint's epoch.
         """
         if self.resume_from is not None:
             self.epochs_ahead = self.resume_from["epoch"] - epoch
@@ -175,7 +169,7 @@ class PromptSource:
             self.epoch, self.prompts_used, self.cycle_start, self.position = epoch, 0, 0, 0
 
     def start_over(self) -> None:
-        """Forget the position of an earlier run, because a checkpoint before the first batch must not store it."""
+        """Forget the position of an earlier run."""
         if self.resume_from is None:
             self.epoch = self.prompts_used = self.cycle_start = self.position = self.epochs_ahead = 0
 
@@ -206,11 +200,7 @@ class PromptSource:
             is_first = False
 
     def step(self, *, is_first: bool) -> tuple[list[Prompt], int]:
-        """Advance by one micro-step.
-
-        Returns:
-            This rank's prompts of the cycle, and the index of the micro-step in the cycle.
-        """
+        """Advance by one micro-step. Returns: this rank's prompts, and the index of the micro-step in the cycle."""
         if is_first:
             self.begin()
         if not self.position:
@@ -264,10 +254,6 @@ class PromptSource:
 
         The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may take further prompts
         (see `more`). The cycles after it then get other prompts than those returned here.
-
-        Args:
-            count: Maximum number of cycles.
-            epochs_left: Epochs after this one in the run; None if the run has no limit.
         """
         cycles: list[list[Prompt]] = []
         epoch, order, used, size = self.epoch, self.order, self.prompts_used, self.prompts_per_rollout
@@ -283,7 +269,7 @@ class PromptSource:
         return cycles
 
     def read(self, block: Sequence[Any]) -> list[Prompt]:
-        """Read prompts that `order.take` has returned. An image shared by several of these prompts is read once."""
+        """Read prompts that `order.take` has returned."""
         return self.images.take(self.order.share(block))
 
     def look_ahead(self) -> None:
@@ -299,15 +285,13 @@ class PromptSource:
         """Take further prompts for the current cycle (dynamic sampling). They are not used again in this epoch.
 
         Args:
-            num_prompts: Number of further prompts for all ranks together. All ranks must pass the same number, because
-                they take their prompts from one common order of the epoch's prompts.
+            num_prompts: Number of further prompts for all ranks together. All ranks must pass the same number.
             own: Positions of this rank's prompts among the `num_prompts` further prompts, starting at 0.
 
         Returns:
-            The number of prompts taken for all ranks together, and this rank's prompts. Near the end of an epoch, this
-            number can be below `num_prompts`, because the last prompt of the epoch is left for the next batch. It is
-            possible that Lightning has fetched this batch already. The batch gets its prompts only when it is first
-            used (`LaterBatch`), and must not be empty then.
+            The number of prompts taken for all ranks together, and this rank's prompts. Near the end of an epoch, the
+            first number can be below `num_prompts`, because the last prompt of the epoch is left for the next batch.
+            That batch must not be empty (`LaterBatch`).
 
         Raises:
             ValueError: If `takes_more` is False.
@@ -353,15 +337,10 @@ class PromptSource:
 
         - If the checkpoint was saved between two epochs, all settings and the data are allowed to differ.
         - If it was saved between two cycles of an epoch, `cycle`, the number of ranks, `ranks_per_group` and the batch
-          size are allowed to differ, because the position then is a number of prompts over all ranks. If a different
-          number of ranks changes the number of prompts per rollout, a warning states which settings would restore the
-          old number.
+          size are allowed to differ, because the position then is a number of prompts over all ranks.
         - If it was saved inside a cycle, the same four settings are allowed to differ, under two conditions. First, the
           number of prompts per rollout must stay the same. Second, if `cycle` changes, the finished fraction of the
-          cycle must be a whole number of the new micro-steps. For example, 2 of 4 micro-steps can become 1 of 2, but
-          not 1.5 of 3.
-
-        `begin` compares `shuffle` with the checkpoint when the epoch begins. This method compares the other settings.
+          cycle must be a whole number of the new micro-steps.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and its seed or its number of prompts differs from
@@ -404,15 +383,7 @@ class PromptSource:
             )
 
     def _other_rollout_size(self, was: Mapping[str, int]) -> tuple[str, str] | None:
-        """Compare this run's number of prompts per rollout with that of the checkpoint's run; None if they are equal.
-
-        Args:
-            was: `_sizes` of the checkpoint's run.
-
-        Returns:
-            Two texts. The first states both numbers. The second states which settings to change, so that this run has
-            as many prompts per rollout as the checkpoint's run.
-        """
+        """Both numbers of prompts per rollout, and the settings to change, as texts; None if the numbers are equal."""
         old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
         if old == new:
             return None
@@ -433,8 +404,7 @@ class PromptSource:
     def after_epoch(state: dict[str, Any]) -> dict[str, Any]:
         """The state at the start of the next epoch, for a `state` saved inside an epoch.
 
-        The remaining prompts of the epoch in `state` are skipped. A state saved between two epochs, or by another
-        loader, is returned unchanged.
+        A state saved between two epochs, or by another loader, is returned unchanged.
         """
         if "prompts_used" not in state or not _is_inside(state):
             return state
@@ -442,10 +412,7 @@ class PromptSource:
         return state | begin | {"epoch": state["epoch"] + 1}
 
     def num_batches_after(self, prompts_used: int) -> int:
-        """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used.
-
-        Do not call this method for a stream.
-        """
+        """Number of micro-steps left in the epoch after `prompts_used` of its prompts were used."""
         assert not isinstance(self.prompts, PromptStream)
         return -(-(len(self.prompts) - prompts_used) // self.prompts_per_rollout) * self.cycle
 
@@ -458,11 +425,7 @@ class PromptSource:
         return {name: state.get(name, now) for name, now in self._sizes().items()}
 
     def _identity(self, *, shuffle: bool) -> dict[str, Any]:
-        """The settings that must equal the checkpoint's; otherwise the checkpoint's position is not valid.
-
-        Args:
-            shuffle: True for a position in a shuffled order.
-        """
+        """The settings that must equal the checkpoint's."""
         if not isinstance(self.prompts, PromptStream):
             return {"num_prompts": len(self.prompts), "seed": self.seed}
         identity: dict[str, Any] = {"shuffle_buffer": self.prompts.shuffle_buffer, "seed": self.seed}
@@ -472,12 +435,7 @@ class PromptSource:
 
 
 def remedy_for_few_prompts(num_prompts: int, num_teams: int) -> str:
-    """Remedy if the data have fewer prompts than a rollout.
-
-    Args:
-        num_prompts: Number of prompts in the data.
-        num_teams: Number of teams of ranks that get different prompts; without shared groups, the number of ranks.
-    """
+    """Remedy if the data have fewer prompts than a rollout."""
     if num_prompts < num_teams:
         return "Give more data, or use fewer ranks."
     return f"Give more data, or lower data.batch_size to at most {num_prompts // num_teams}."
@@ -489,7 +447,7 @@ def _is_inside(state: Mapping[str, Any]) -> bool:
 
 
 def _other_settings(changed: Sequence[str]) -> str:
-    """The error for a checkpoint that was saved with other data or settings, so that its position is not valid."""
+    """The error for a checkpoint that was saved with other data or settings."""
     return (
         f"The checkpoint was saved with other data or settings: {'; '.join(changed)}. Resume with the original ones, "
         "or start a new run from the checkpoint's weights."

@@ -37,7 +37,7 @@ class Row:
     is_line: bool = False
 
     def parse(self) -> dict[str, Any]:
-        """The row's columns. Raises: ValueError if the row is not a JSON object; the message names file and line."""
+        """The row's columns. Raises: ValueError if the row is not a JSON object."""
         value = self.content
         if self.is_line:
             try:
@@ -92,7 +92,7 @@ class RowReader:
 
         Raises:
             ValueError: If the row is invalid, has video or audio, or lacks a column that `entry.columns` renames or
-                drops. The message contains the file and the line.
+                drops.
         """
         content = self._rename_columns(row.parse(), row.where)
         prompt = to_prompt(
@@ -145,7 +145,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
-    """Find a file in the current folder, then in `folders`. Raises: FileNotFoundError; it names all paths tried."""
+    """Find a file in the current folder, then in `folders`. Raises: FileNotFoundError."""
     given = Path(path).expanduser()
     tried = [given, *(folder / given for folder in folders)]
     for candidate in tried:
@@ -157,7 +157,7 @@ def find_file(path: str | os.PathLike[str], *folders: Path) -> Path:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    """One row per line. Blank lines are skipped, but count in the line numbers of messages."""
+    """One row per line."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -184,7 +184,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object. Raises: ValueError if a key occurs twice, of which `json` would silently keep the last."""
+    """Make a JSON object. Raises: ValueError if a key occurs twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         key = _duplicate([name for name, _ in pairs])
@@ -252,8 +252,7 @@ READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parq
 def open_dataset(entry: DatasetEntry) -> Any:
     """Open the dataset of an entry, as a `datasets.Dataset`, or as an `IterableDataset` if the entry is streaming.
 
-    A folder written by `save_to_disk` is opened as a `datasets.Dataset` even if the entry is streaming. The rows of
-    this dataset are read when they are used.
+    A folder written by `save_to_disk` is opened as a `datasets.Dataset` even if the entry is streaming.
 
     Raises:
         FileNotFoundError: If the dataset or folder does not exist, or the hub cannot be reached.
@@ -306,13 +305,7 @@ def _from_disk(entry: DatasetEntry, folder: Path) -> Any:
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`. A row is read when it is indexed, and its images are references to their cells.
-
-    Args:
-        dataset: A `datasets.Dataset`.
-        label: Name of the dataset in errors.
-        folder: Base folder of relative image paths; None for the current folder.
-    """
+    """The rows of a `datasets.Dataset`. Images are references to their cells."""
 
     def __init__(self, dataset: Any, label: str, folder: Path | None = None) -> None:
         self.dataset = with_cells(dataset, label, folder)

@@ -55,7 +55,7 @@ execute any code in a completion."""
 
 
 def package() -> Any:
-    """Import the module `reasoning_gym`. Raises: ImportError if it is missing; the message names the extra needed."""
+    """Import the module `reasoning_gym`. Raises: ImportError if it is missing."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -79,13 +79,6 @@ def create_task(task: str, config: Mapping[str, Any], *, size: int = 1, seed: in
 
     After `dataset = create_task(...)`, `dataset[index]` generates an item, and `dataset.score_answer(answer, item)`
     scores an answer to this item.
-
-    Args:
-        task: Name of the task.
-        config: Settings of the task. All other settings have reasoning-gym's defaults. For types that YAML lacks, a
-            list can be given for a tuple, and text for a date, a time or a member of an `Enum`.
-        size: Number of items of the task. This call generates none of them.
-        seed: Seed of the items.
 
     Raises:
         ImportError: If reasoning-gym is not installed.
@@ -130,7 +123,7 @@ def check_name(task: Any) -> None:
 def make_item(dataset: Any, task: str, index: int) -> Entry:
     """Generate item `index` of a task.
 
-    The item depends on the settings, the seed and the index. For some tasks, it also depends on Python's hash seed.
+    For some tasks, the item also depends on Python's hash seed.
 
     Raises:
         ValueError: If reasoning-gym fails to generate the item, or its question is not text.
@@ -151,23 +144,16 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 
 @functools.lru_cache(maxsize=256)
 def verifier(task: str, config_text: str) -> Any:
-    """Create the reasoning-gym object whose method `score_answer` scores answers to the questions of a task.
+    """Create the object whose method `score_answer` scores answers to the questions of a task.
 
-    The objects are cached by task and settings.
-
-    Args:
-        task: Name of the task.
-        config_text: Settings of the task as JSON.
-
-    Raises:
-        ImportError, ValueError: For the same reasons as in `create_task`.
+    Raises: ImportError or ValueError as in `create_task`.
     """
     return create_task(task, json.loads(config_text))
 
 
 @contextlib.contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Seed Python's global random generator inside the context. On exit, restore it and numpy's generator."""
+    """Seed Python's global random generator, and restore it and numpy's generator on exit."""
     import numpy  # a dependency of reasoning-gym, not of this package
 
     state, array_state = random.getstate(), numpy.random.get_state()
@@ -205,12 +191,9 @@ class ReasoningGymTasks:
 
     Pass an instance to `PromptDataModule` as `prepare`.
 
-    Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`. List the first in the training mixture,
-    and the second in the validation mixture. A row has the columns `question` and `answer` (null if reasoning-gym has
-    no single answer). It has three more columns for the reward `ReasoningGym`: the `task`, its settings (`task_config`,
-    as JSON) and reasoning-gym's full item (`entry`, as a Python literal). Held-out questions that are also training
-    questions are dropped, and so are duplicate held-out questions. The number of dropped questions is logged and
-    written to `counts.json`.
+    Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`. A row has the columns `question` and
+    `answer` (null if reasoning-gym has no single answer). It has three more columns for the reward `ReasoningGym`.
+    Held-out questions that are also training questions are dropped, and so are duplicate held-out questions.
 
     The folder is written atomically. A later run rebuilds the folder only if a setting or the version of reasoning-gym
     has changed.
@@ -249,8 +232,7 @@ class ReasoningGymTasks:
         """Write the files, unless they are up to date.
 
         Raises:
-            ValueError: If all held-out questions of a task are also training questions, or if `folder` holds files that
-                this method did not write.
+            ValueError: If all held-out questions of a task are also training questions, or `folder` holds other files.
         """
         seed = run_seed(self.seed)
         recipe = {
@@ -293,7 +275,7 @@ def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> 
     derived from `seed` and the task name is used.
 
     Raises:
-        ImportError, ValueError: For the same reasons as in `create_task` and `make_item`.
+        ImportError, ValueError: As in `create_task` and `make_item`.
     """
     base = derived_seed(seed, "reasoning-gym", task) % 2**31
     dataset = create_task(task, config, size=indices.stop, seed=base)
@@ -331,7 +313,7 @@ def write_entry(entry: Entry) -> str:
 
     JSON would turn tuples into lists and number keys into strings. The verifiers of `arc_agi` and `rearc` would then
     score a correct answer as wrong. The item must be stored, because the items of some tasks depend on Python's hash
-    seed, which differs between processes. So the reward could not generate the item again.
+    seed.
 
     Raises:
         ValueError: If the item has values other than text, numbers, None, and lists, tuples, sets and mappings of them.

@@ -51,7 +51,7 @@ class LazyPrompts:
         return self.convert(self.rows[number], number)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """Return the first `size` prompts as a preview of the data. The prompts are cached by `size`."""
+        """Return the first `size` prompts as a preview of the data."""
         if size not in self._heads:
             self._heads[size] = [self[number] for number in range(min(size, len(self)))]
             log_prompt_columns(self._heads[size], self.logged_lines)
@@ -72,12 +72,12 @@ class ListedOrder:
         """Get the block of up to `size` prompts at position `start` of the order.
 
         Returns:
-            The positions of these prompts in `prompts`, and the position in the order after this block.
+            The positions of these prompts in `prompts`, and the position after this block.
         """
         return self.numbers[start : start + size], min(start + size, len(self.numbers))
 
     def share(self, block: Sequence[int]) -> list[Prompt]:
-        """Read the prompts of a part of a block. No other prompts are read."""
+        """Read the prompts of a part of a block."""
         return [self.prompts[number] for number in block]
 
 
@@ -85,16 +85,6 @@ class PromptStream:
     """A stream of prompts. Every pass reads the datasets again, row by row.
 
     A pass that is not shuffled reads one dataset after the other. A shuffled pass mixes the datasets (`mix_parts`).
-
-    Args:
-        parts: Functions that open the datasets.
-        shuffle_buffer: Number of rows that the stream keeps in memory. The next row is sampled from these rows. With a
-            buffer of 1 row, a shuffled pass keeps the order of the rows within each dataset.
-        num_workers: Number of threads that convert rows to prompts in advance. One more thread reads the rows. With 0,
-            each row is read and converted when it is needed.
-        limit: The length limit that `parts` apply. The stream reports how many prompts exceed the limit.
-        sources: Names of the prompts' sources, if they are known before any row is read.
-        check_head: Check of the prompts of the first rows of every dataset. `head` calls it.
     """
 
     def __init__(
@@ -119,14 +109,14 @@ class PromptStream:
         self.check_head = check_head
         self.images = ImageCounts()
         self.logged_lines: set[str] = set()
-        """Lines already logged about the prompt columns of sources. Each line is logged once."""
+        """Lines already logged about the prompt columns of sources."""
 
         self._heads: dict[int, list[Prompt]] = {}
         self._num_rows: dict[int, int | None] = {}
 
     @property
     def num_rows(self) -> list[int | None]:
-        """Number of rows of each dataset; None if it is not known. A dataset that was not opened yet is opened."""
+        """Number of rows of each dataset; None if it is not known."""
         for place in range(len(self.parts)):
             if place not in self._num_rows:
                 self._open(place)
@@ -144,9 +134,7 @@ class PromptStream:
         return StreamOrder(self, seed)
 
     def head(self, size: int = 64) -> list[Prompt]:
-        """Return the prompts of the first `size` rows of every dataset, as a preview of the data.
-
-        The prompts are cached by `size`. Dropped prompts are left out.
+        """Return the prompts of the first `size` rows of every dataset. Dropped prompts are left out.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` is "error".
@@ -181,11 +169,7 @@ class PromptStream:
 
 
 def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measured]]]]) -> tuple[int, Measured]:
-    """Convert a row to a prompt. The prompt's index is the row's number, which does not depend on the seed.
-
-    Returns:
-        The row's position after shuffling, and the prompt with its length.
-    """
+    """Convert a row to a prompt. The prompt's index is the row's number, which does not depend on the seed."""
     position, (number, (row, convert)) = item
     return position, convert(row, number)
 
@@ -197,8 +181,7 @@ def mix_parts(parts: Sequence[Iterable[T]], seed: int) -> Iterator[tuple[int, T]
     all parts that are not at their end are sampled equally.
 
     Yields:
-        A number that identifies the row, and the row. The number does not depend on `seed`, because the row at position
-        i (from 0) of part p (from 0) has the number i * len(parts) + p.
+        A number that identifies the row, and the row. The number does not depend on `seed`.
     """
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
@@ -229,7 +212,7 @@ def _sample(weights: dict[int, int], uniform: float) -> int:
 
 
 def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
-    """Shuffle rows within a buffer. Each row is sampled from the next `buffer_size` rows that are not sampled yet."""
+    """Shuffle rows within a buffer."""
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
     rows = iter(rows)
@@ -275,11 +258,7 @@ class StreamOrder:
         return list(block)
 
     def _read_one(self) -> bool:
-        """Read a row, and append its prompt to `window` unless the row is dropped or before `start`.
-
-        Returns:
-            False at the end of the data, otherwise True.
-        """
+        """Read a row, and append its prompt to `window` unless the row is dropped or before `start`."""
         assert self.reading is not None
         try:
             position, measured = next(self.reading)
@@ -320,7 +299,7 @@ Prompts: TypeAlias = Sequence[Prompt] | LazyPrompts | PromptStream
 def known_prompts(prompts: Prompts) -> list[Prompt]:
     """The prompts that are known before training.
 
-    For a list, these are all prompts. For other data, these are only the first prompts.
+    These are all prompts of a list, and only the first prompts of other data.
     """
     return prompts.head() if isinstance(prompts, LazyPrompts | PromptStream) else list(prompts)
 
@@ -339,12 +318,6 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
     """Convert a dataset to prompts. A list is converted immediately, and other datasets are converted lazily.
 
     Each prompt gets a unique index. Prompts of a list keep their indices if these are unique.
-
-    Args:
-        data: Prompts, rows or texts, in a list, a dataset with a length, or an iterable that can be iterated
-            repeatedly.
-        convert: Function (row, index) -> prompt; `index` is the row's position in `data`, starting at 0.
-        stream: Keyword arguments of `PromptStream`, for an iterable without length.
 
     Raises:
         TypeError: If `data` is not a dataset, or can be read only once.
@@ -382,7 +355,7 @@ def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) 
 
 
 def _convert_at(convert: Callable[[Any, int], Prompt], row: Any, number: int) -> Prompt:
-    """Convert a row to a prompt whose index is the row's position, because indices of the data need not be unique."""
+    """Convert a row to a prompt whose index is the row's position."""
     prompt = convert(row, number)
     return prompt if prompt.index == number else replace(prompt, index=number)
 
@@ -398,5 +371,5 @@ def _open(rows: Iterable[T], convert: Callable[[T, int], Measured]) -> Iterator[
 
 
 def _measure(convert: Callable[[T, int], Prompt], row: T, number: int) -> Measured:
-    """Convert a row to a prompt, without measuring its length, because there is no length limit."""
+    """Convert a row to a prompt, without measuring its length."""
     return Measured(convert(row, number))

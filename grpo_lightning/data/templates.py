@@ -1,7 +1,6 @@
 """Prompt templates: an optional system prompt, an optional question template, and the choice between chat and text.
 
-The system prompt and the question template can be given by name. The folders `prompts/system` and `prompts/question`
-have one file per name.
+The system prompt and the question template can be given by name. The folder `prompts` has one file per name.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ QUESTION = re.compile(r"\{question\}|\{Question\}")
 
 @dataclass(frozen=True)
 class Original:
-    """A prompt of another RL library. It is not shipped. A shipped prompt has the same instructions in other words."""
+    """A prompt of another RL library. A shipped prompt has the same instructions in other words."""
 
     ours: str
     """Name of the shipped equivalent."""
@@ -60,8 +59,7 @@ ORIGINALS = {
         ),
     },
 }
-"""Prompts of other libraries, by kind and by their name in the other library. These names are refused, because the
-shipped prompts are worded differently."""
+"""Prompts of other libraries, by kind and by their name in the other library."""
 
 TASKS: dict[str, dict[str, str]] = {
     "question": {
@@ -72,11 +70,10 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Hints for error messages, by kind: for each name that is not shipped but that users may try, the name of the shipped
-prompt for the same task."""
+"""Shipped prompts for the same task, by kind and by other names that users may try."""
 
 LONGEST_NAME = 255
-"""Maximum length of a file name in bytes. File systems raise an error for longer names."""
+"""Maximum length of a file name in bytes."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,8 @@ class PromptTemplate:
 
     prompt_as: PromptAs = "auto"
     """Form of prompts that are text. `text`: the text is tokenized as it is. `chat`: the text becomes a user turn.
-    `auto`: like `chat`, with one exception: text from the column `prompt` is tokenized as it is if the row has no
-    images and there is no system prompt."""
+    `auto`: like `chat`, but text from the column `prompt` is tokenized as it is if the row has no images and there is
+    no system prompt."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the chat template of every prompt, for example `enable_thinking: false`."""
@@ -125,12 +122,6 @@ class PromptTemplate:
     def render(self, content: str | Sequence[Message], *, is_question: bool, where: str) -> str | list[Message]:
         """Render the text or messages for the tokenizer.
 
-        Args:
-            content: Text, or messages.
-            is_question: True for a question (column `question`), False for a text that the policy continues (column
-                `prompt`).
-            where: The row, for error messages.
-
         Raises:
             ValueError: If `content` is messages, but a question template is set or `prompt_as` is "text".
         """
@@ -149,11 +140,7 @@ class PromptTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _render_chat(self, messages: Sequence[Message], where: str) -> list[Message]:
-        """Prepend the system prompt to messages of the data, without changing their text.
-
-        Raises:
-            ValueError: If a question template is set, or `prompt_as` is "text".
-        """
+        """Prepend the system prompt. Raises: ValueError with a question template, or if `prompt_as` is "text"."""
         if self.question_template is not None:
             raise ValueError(
                 f"{where}: question_template is for questions that are text, but the row is a list of messages. Remove "
@@ -172,8 +159,7 @@ def shipped_names(kind: str) -> list[str]:
 def named_text(value: str, *, kind: str, key: str) -> str:
     """The text for a setting.
 
-    If `value` names a file, the result is the content of the file. If `value` names a shipped text, the result is this
-    text. Otherwise, the result is `value` itself. A line break at the end of a file is removed.
+    The text is that of the file or shipped text that `value` names, or `value` itself.
 
     Raises:
         ValueError: If `value` is empty, or looks like a name (`r2`) but no shipped text has this name.
@@ -207,16 +193,15 @@ def named_text(value: str, *, kind: str, key: str) -> str:
 
 
 def _is_file_name(value: str) -> bool:
-    """True for a single line that ends in `.txt` or `.md`; the line may have spaces and characters of any script."""
+    """True for a single line that ends in `.txt` or `.md`."""
     is_short = len(value) < 1000 and all(len(part.encode()) <= LONGEST_NAME for part in value.split("/"))
     return value.endswith((".txt", ".md")) and len(value.splitlines()) == 1 and is_short
 
 
 def _is_word(value: str) -> bool:
-    """True if the value looks like a name or a path: short ASCII text without spaces.
+    """True if the value looks like a name or a path.
 
-    A name consists of letters, digits, `_`, `-` and `.`; a path has a slash. Non-ASCII text is excluded, because in
-    some languages whole texts have no spaces.
+    Non-ASCII text is excluded, because in some languages whole texts have no spaces.
     """
     is_short = len(value) <= LONGEST_NAME and value.isascii() and re.search(r"\s", value) is None
     return is_short and ("/" in value or re.fullmatch(r"[\w.-]*[\w-]", value) is not None)

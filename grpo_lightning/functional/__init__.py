@@ -1,4 +1,4 @@
-"""The mathematics of GRPO, as functions of tensors that have no state, do not log, and do not write in place.
+"""The mathematics of GRPO.
 
 These lines compute the loss of N prompts with G completions each. The inputs are the rewards [N, G], the completions'
 tokens `ids` [N * G, T] with their `mask`, and the logits [N * G, T, V]. Two more inputs are log-probs of the tokens.

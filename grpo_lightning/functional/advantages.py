@@ -39,39 +39,27 @@ def group_relative_advantages(
         other baselines:       gain[n, g] = r[n, g] - baseline[n, g]
 
     A completion with the reward nan is not scorable. Its reward is excluded from every mean and std, and its advantage
-    is 0. In a zero-variance group, all scorable rewards are equal, or fewer than two are scorable. The advantages of
-    such a group are set to exactly 0, because a rounding error divided by another rounding error would be noise.
+    is 0. The advantages of a zero-variance group are exactly 0 (`zero_variance_groups`).
 
     Args:
         rewards: [N, G] one reward per completion. Row n is the group of prompt n. A nan means not scorable.
         baseline: The value that a reward is compared with.
 
             - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
-            - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group. With K
-              scorable rewards, the gain is K / (K - 1) times the gain with "group_mean".
+            - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group.
             - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group, weighted by the lengths of the
-              completions. This baseline minimizes the variance of the gradient if the squared norm of a completion's
-              gradient is proportional to the completion's length.
-            - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). A completion's gain is its
-              lead over the highest reward of k - 1 others, averaged over all choices of these others. A negative lead
-              counts as 0. With k = None, only the completion with the highest reward can have a gain above 0. This gain
-              is its lead over the second-highest reward (verl's `grpo_passk`). With the scale "none", multiply each
-              completion's advantage by the gradient of the completion's log-prob, average the products over the group,
-              and multiply the average by k. The result is an unbiased estimate of the gradient of the expected maximum
-              of k rewards.
-        scale: The divisor of the gain. Every std is unbiased, that is, its denominator is the number of values minus 1.
-            For "batch_std", "batch_advantage_std" and "nonzero_fraction", pass the rewards of all ranks, because
-            otherwise each rank would have a different divisor.
+              completions.
+            - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). With k = None, only the
+              completion with the highest reward can have a gain above 0.
+        scale: The divisor of the gain. Every std is unbiased. For "batch_std", "batch_advantage_std" and
+            "nonzero_fraction", pass the rewards of all ranks.
 
             - "group_std" is GRPO, the std of the group's rewards.
             - "batch_std" is the std of all scorable rewards.
             - "batch_advantage_std" is the std of all differences from the baseline (REINFORCE++-baseline,
               arXiv:2501.03262).
-            - "group_mean" is MaxRL (arXiv:2602.02710). With rewards of 1 and 0, the gradient is that of the log success
-              probability. Prompts that are rarely solved therefore have a larger weight than prompts that are often
-              solved.
-            - "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups with a gain other than 0. A mean over
-              all groups thus becomes a mean over the groups that have a gradient.
+            - "group_mean" is MaxRL (arXiv:2602.02710).
+            - "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups with a gain other than 0.
             - "none" is Dr. GRPO (arXiv:2503.20783).
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
@@ -80,9 +68,7 @@ def group_relative_advantages(
             None, k is each group's number of scorable rewards.
 
     Returns:
-        [N, G] float32, or float64 if the rewards are float64. With the baselines "group_mean" and "leave_one_out", each
-        row sums to 0. With "length_weighted", the sum of each row, weighted by the lengths, is 0. With "pass_at_k", no
-        advantage is negative.
+        [N, G] float32, or float64 if the rewards are float64.
 
     Raises:
         ValueError: If the rewards are not [N, G] with G >= 2, the baseline or scale is unknown, the lengths are
@@ -162,9 +148,8 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
 
         s[n, g] = sum over rewards k of weights[k] (r[k, n, g] - mean[k, n]) / (std[k, n] + eps)
 
-    If the rewards were summed first, opposing rewards would cancel, and a reward in larger units would dominate. GDPO
-    (arXiv:2601.05242) and TRL (`normalize_then_sum`) also divide the sum by its std over the batch. To do so, pass the
-    result to `group_relative_advantages` with `scale="batch_std"`.
+    GDPO (arXiv:2601.05242) and TRL (`normalize_then_sum`) also divide the sum by its std over the batch. To do so, pass
+    the result to `group_relative_advantages` with `scale="batch_std"`.
 
     Args:
         by_reward: [K, N, G]; nan where a reward does not apply or returned no value. A nan adds 0 to the sum.
@@ -172,7 +157,7 @@ def normalized_sum(by_reward: Tensor, weights: Tensor, *, eps: float = 1e-4) -> 
         eps: Added to each std.
 
     Returns:
-        [N, G], to be passed to `group_relative_advantages`; the mean of each group is 0.
+        [N, G]; the mean of each group is 0.
     """
     compared = torch.stack([group_relative_advantages(values, eps=eps) for values in by_reward])
     return (compared * weights.to(compared)[:, None, None]).sum(dim=0)
@@ -218,8 +203,6 @@ def turn_credits(rewards: Sequence[Sequence[float]], *, discount: float = 1.0, e
 def zero_variance_groups(rewards: Tensor) -> Tensor:
     """Find zero-variance groups, in which all scorable rewards are equal, or fewer than two rewards are scorable.
 
-    Every advantage of such a group is 0. `groups_without_gradient` also finds the other groups without a gradient.
-
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
 
@@ -242,17 +225,10 @@ def groups_without_gradient(
 ) -> Tensor:
     """Find groups in which every completion has advantage 0 or no trained token.
 
-    Examples are zero-variance groups, groups whose completions are all masked, and groups in which only masked
-    completions have an advantage other than 0. With the baseline "pass_at_k", only completions with a reward above
-    those of k - 1 other completions have an advantage other than 0. A group without such a completion has no gradient,
-    although its rewards may differ. With k = None, a group has no gradient if two of its completions share the highest
-    reward.
-
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
         lengths: [N, G] number of trained tokens of each completion.
-        baseline: As in `group_relative_advantages`. The `scale` of that function is not an argument here, because it
-            does not change which advantages are 0.
+        baseline: As in `group_relative_advantages`.
         k: As in `group_relative_advantages`.
 
     Returns:

@@ -20,8 +20,8 @@ def average_precision(
     """COCO's mean average precision over labels, recalls and IoU thresholds, by pycocotools.
 
     The mean runs over the labels of the answer and of the ground truth. A label that is in the answer but not in the
-    ground truth counts as 0, so that hallucinated labels are penalized. The boxes of an answer have no scores, so they
-    are ranked in the order of `given`. COCO's limits on the number and the size of boxes do not apply.
+    ground truth counts as 0. The boxes are ranked in the order of `given`. COCO's limits on the number and the size of
+    boxes do not apply.
 
     Args:
         given: [n, 4] boxes of the answer; an empty box is a false positive.

@@ -29,10 +29,6 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
         IoU = area(a and b) / (area(a) + area(b) - area(a and b)), and 0 if both are empty
 
-    VLM-R1's formula differs, because it subtracts 1 from the right and bottom edges of the intersection, but not from
-    those of the boxes. VLM-R1's formula therefore counts an overlap of at most one unit in width or height as 0. If
-    coordinates go from 0 to 1, VLM-R1's formula counts every overlap as 0.
-
     Args:
         a: [..., 4] float boxes.
         b: [..., 4] float boxes; shapes broadcast, so `iou(a[:, None], b)` is the matrix of all pairs.
@@ -59,7 +55,7 @@ def clip(boxes: Tensor, width: float, height: float) -> Tensor:
 def is_share(box: Sequence[float], size: tuple[float, float]) -> bool:
     """True if a box that should be in pixels looks normalized, because no coordinate is above 1.
 
-    No annotated object lies within the first pixel of an image, so such coordinates must be fractions of width and
-    height, from 0 to 1. The result is always False for images of at most 2 pixels in width or height.
+    No annotated object lies within the first pixel of an image. The result is always False for images of at most 2
+    pixels in width or height.
     """
     return max(box) <= 1 and min(size) > 2

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens.
 
 In this file, `logits[:, t]` are the logits that `token_ids[:, t]` was sampled from. These logits are the model's output
-at the position before the token. For the first completion token, this position is the last prompt token.
+at the position before the token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         temperature: Divides the logits; positive.
 
     Returns:
-        [B, T] float32, nats, at most 0 up to rounding.
+        [B, T] float32, nats.
 
     Raises:
         ValueError: If `temperature` is not positive.

@@ -1,8 +1,7 @@
 """The policy loss in pieces: ratio, surrogate, off-policy correction, KL to the reference, and the mean over tokens.
 
-The caller combines the pieces. Each paper's method is one combination. The loss is not averaged over a micro-batch.
-Instead, each micro-batch contributes its share of the mean over the entire optimizer step. The gradient therefore does
-not depend on how a step is split over ranks and micro-batches.
+The loss is not averaged over a micro-batch. Instead, each micro-batch contributes its share of the mean over the entire
+optimizer step. The gradient therefore does not depend on how a step is split over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ RatioLevel = Literal["token", "sequence", "sequence_token"]
 
 
 MAX_LOG_RATIO = 20.0
-"""Bound of the absolute log-ratio, in nats, as in verl, OpenRLHF and ms-swift. Without the bound, exp overflows
-float32 at log-ratios above 88.7. The gradient is then nan, even where the loss is clipped to a finite value. At a ratio
-of exp(20) = 5e8, the two policies already have nothing in common."""
+"""Bound of the absolute log-ratio, in nats, as in verl, OpenRLHF and ms-swift. Without the bound, exp overflows float32
+at log-ratios above 88.7. The gradient is then nan, even where the loss is clipped to a finite value."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -38,28 +36,24 @@ def importance_ratio(
     *,
     level: RatioLevel = "token",
 ) -> Tensor:
-    """Importance ratios, which divide the probability of tokens under the current policy by that under the old policy.
+    """Importance ratios of the current policy to the old policy.
 
         token:     r[b, t] = exp(logprobs - old_logprobs)
         sequence:  r[b]    = exp( mean over trained t of (logprobs - old_logprobs) )
         sequence_token:  r[b, t] = stop_gradient( r[b] / exp(logprobs) ) exp(logprobs)
 
-    Exponents are clipped to [-20, 20]. Clipped exponents have a gradient of 0 (`bounded_exp`). `is_ratio_clamped` finds
-    the tokens with a clipped exponent.
+    Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Where it is False, logprobs - old_logprobs counts as 0,
-            whatever the log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, logprobs - old_logprobs counts as 0.
         level: "token" is the ratio of PPO and GRPO. "sequence" is the length-normalized ratio of GSPO
             (arXiv:2507.18071, eq. 7). "sequence_token" has the value of "sequence", but each token's ratio has the
-            gradient of the token's own log-prob (GSPO-token, eq. 14). The advantages can then differ between tokens.
+            gradient of the token's own log-prob (GSPO-token, eq. 14).
 
     Returns:
-        [B, T], or [B, 1] for "sequence". With "token", a token's ratio is exactly 1 if its `logprobs` equals
-        `old_logprobs`. With the other levels, a ratio is exactly 1 if `logprobs` equals `old_logprobs` at all trained
-        tokens of the sequence.
+        [B, T], or [B, 1] for "sequence".
 
     Raises:
         ValueError: If the level is none of the three.
@@ -74,11 +68,7 @@ def importance_ratio(
 def is_ratio_clamped(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, level: RatioLevel = "token") -> Tensor:
     """Find trained tokens whose log-ratio is outside [-20, 20] nats, the range to which `importance_ratio` clips it.
 
-    Args:
-        logprobs: [B, T], as in `importance_ratio`.
-        old_logprobs: [B, T], as in `importance_ratio`.
-        mask: [B, T], as in `importance_ratio`.
-        level: As in `importance_ratio`.
+    The arguments are those of `importance_ratio`.
 
     Returns:
         [B, T] bool; False where `mask` is False.
@@ -109,10 +99,8 @@ def clipped_surrogate(
 
         loss = -min( min(r, dual_clip) A, clip(r, 1 - epsilon, 1 + epsilon_high) A )
 
-    Without `dual_clip`, as in PPO (arXiv:1707.06347, eq. 7), the loss of a token of negative advantage has no limit,
-    because it grows with the token's ratio. `dual_clip` = c bounds this loss by -c A, and the gradient is 0 beyond the
-    bound. For A < 0 the objective is then max(min(r A, clip(r) A), c A), as in dual-clip PPO (arXiv:1912.09729).
-    INTELLECT-2's two-sided clipping (arXiv:2505.07291) is the same as dual-clip PPO, with the name delta for c.
+    Without `dual_clip`, the loss is that of PPO (arXiv:1707.06347, eq. 7). With `dual_clip`, the loss is that of
+    dual-clip PPO (arXiv:1912.09729) and of INTELLECT-2 (arXiv:2505.07291).
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
@@ -123,11 +111,10 @@ def clipped_surrogate(
         dual_clip: Maximum ratio of tokens of negative advantage; None means no limit.
 
     Returns:
-        The loss of each token, to be minimized: [B, T], or [B, 1] if both inputs have the shape [B, 1].
+        The loss of each token: [B, T], or [B, 1] if both inputs have the shape [B, 1].
 
     Raises:
-        ValueError: If `dual_clip` is not above 1 + `epsilon_high`, because `dual_clip` would then limit ratios inside
-            the clip range.
+        ValueError: If `dual_clip` is not above 1 + `epsilon_high`.
         ValueError: If `ratio` or `advantages` does not have two dimensions.
     """
     _check_columns(ratio=ratio, advantages=advantages)
@@ -146,16 +133,10 @@ def clipped_surrogate(
 def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from below: r < 1 - epsilon and A < 0.
 
-    With A > 0, a low ratio is not clipped, because the minimum is r A. The gradient of r A raises the ratio again.
-
-    Args:
-        ratio: [B, T], or [B, 1] for sequences.
-        advantages: [B, 1], or [B, T].
-        epsilon: As in `clipped_surrogate`.
+    The arguments are those of `clipped_surrogate`.
 
     Returns:
-        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
-        because their ratio is 1.
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -163,16 +144,10 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
 def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
     """Find tokens that `clipped_surrogate` clips from above: r > 1 + epsilon_high and A > 0.
 
-    With A < 0, a high ratio is not clipped, because the minimum is r A. The gradient of r A lowers the ratio again.
-
-    Args:
-        ratio: [B, T], or [B, 1] for sequences.
-        advantages: [B, 1], or [B, T].
-        epsilon_high: As in `clipped_surrogate`.
+    The arguments are those of `clipped_surrogate`.
 
     Returns:
-        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
-        because their ratio is 1.
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
@@ -184,9 +159,7 @@ def cispo_surrogate(
 
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). verl uses the lower bound 1 - `epsilon`; TRL and CISPO's authors
-    do not. Here, the cap is 1 + `epsilon_high`. In some other implementations, the cap is `epsilon_high` itself. To get
-    the same cap here, subtract 1 from the `epsilon_high` of these implementations.
+    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). In some other implementations, the cap is `epsilon_high` itself.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
@@ -196,7 +169,7 @@ def cispo_surrogate(
         epsilon: How far below 1 the ratio may fall before it is capped; None means no lower bound.
 
     Returns:
-        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token. Only its gradient is meaningful.
 
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
@@ -219,7 +192,7 @@ def reinforce_surrogate(advantages: Tensor, logprobs: Tensor) -> Tensor:
         logprobs: [B, T] nats, of the current policy.
 
     Returns:
-        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token. Only its gradient is meaningful.
 
     Raises:
         ValueError: If `advantages` or `logprobs` does not have two dimensions.
@@ -235,18 +208,16 @@ def sapo_surrogate(
 
         loss = -(4 / tau) sigmoid( tau (r - 1) ) A,   where tau depends on the sign of A
 
-    SAPO is soft adaptive policy optimization (arXiv:2511.20347, eq. 5-6). At r = 1 the gradient is that of -r A, the
-    loss without a gate. Only the gradient is meaningful, not the value of the loss.
+    SAPO is soft adaptive policy optimization (arXiv:2511.20347, eq. 5-6). Only the gradient is meaningful.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences.
         advantages: [B, 1], or [B, T].
         temperature_positive: tau where A > 0.
-        temperature_negative: tau where A <= 0. With a larger tau, the gate reduces the gradient faster as the ratio
-            moves away from 1.
+        temperature_negative: tau where A <= 0.
 
     Returns:
-        The loss of each token, to be minimized: [B, T], or [B, 1] if both inputs have the shape [B, 1].
+        The loss of each token: [B, T], or [B, 1] if both inputs have the shape [B, 1].
 
     Raises:
         ValueError: If `ratio` or `advantages` does not have two dimensions.
@@ -271,20 +242,19 @@ def gmpo_surrogate(
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
         loss = -exp( mean over trained t of c ) A
 
-    GMPO is geometric-mean policy optimization (arXiv:2507.20673). The clip limits are in nats, so a token's ratio
-    counts as at most exp(epsilon_high) where A > 0, and as at least exp(-epsilon) elsewhere. The mean of c is clipped
-    to [-20, 20] (`bounded_exp`).
+    GMPO is geometric-mean policy optimization (arXiv:2507.20673). The mean of c is clipped to [-20, 20]
+    (`bounded_exp`).
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0, whatever the log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0.
         advantages: [B, 1].
         epsilon: How far the log-ratio of a token may fall, in nats.
         epsilon_high: How far the log-ratio of a token may rise, in nats; None uses `epsilon`.
 
     Returns:
-        [B, 1] the loss of each completion, to be averaged over completions and minimized.
+        [B, 1] the loss of each completion.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -315,14 +285,14 @@ def kl_cov_surrogate(
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0, whatever the log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0.
         advantages: [B, 1].
         selected: [B, T] bool, True at the tokens that `high_covariance_tokens` finds among all tokens of the optimizer
             step.
         coefficient: Weight of the penalty.
 
     Returns:
-        [B, T] the loss of each token, to be minimized.
+        [B, T] the loss of each token.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -346,21 +316,19 @@ def dppo_surrogate(
         r = exp(logprobs - old_logprobs)
         loss = 0 where outside, else -stop_gradient( min(r, max_ratio) ) A logprob
 
-    PPO limits the ratio of a token's new to its old probability; DPPO limits a divergence between the two. A change
-    from 0.001 to 0.005 has the ratio 5, but changes the policy less than a change from 0.5 to 0.6, which has the ratio
-    1.2. DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. The old
-    policy of DPPO is the policy that the engine sampled from, so pass the engine's log-probs as `old_logprobs`.
+    DPPO is divergence proximal policy optimization (arXiv:2602.04879, eq. 12), with the loss as in verl. The old policy
+    of DPPO is the policy that the engine sampled from, so pass the engine's log-probs as `old_logprobs`.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         old_logprobs: [B, T] nats, of the engine when it sampled the tokens; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1, whatever the log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1.
         advantages: [B, 1].
         outside: [B, T] bool, True at the tokens that `leaves_trust_region` finds (`low | high`).
         max_ratio: Maximum ratio; far above 1, because truncating the ratio biases the gradient.
 
     Returns:
-        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token. Only its gradient is meaningful.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -386,8 +354,7 @@ def leaves_trust_region(
         kl:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
         low:  A <= 0, p < q and D > epsilon;   high:  A > 0, p > q and D > epsilon_high
 
-    D compares only two outcomes, this token or any other token. It is therefore a lower bound of the divergence over
-    the vocabulary. In log((1 - q) / (1 - p)), 1e-8 is added to numerator and denominator, as in verl.
+    In log((1 - q) / (1 - p)), 1e-8 is added to numerator and denominator, as in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -432,23 +399,21 @@ def vespo_surrogate(
         phi = exp(lambda) w^k exp(-lambda w),   where k and lambda depend on the sign of A
         loss = -stop_gradient(phi) A logprob
 
-    phi is 1 at w = 1, has its maximum at w = k / lambda and goes to 0 for small and for large w. VESPO is variational
-    sequence-level soft policy optimization (arXiv:2602.10693). As in TRL, log-ratios are clipped to [-20, 20] nats, the
-    logs of w and of `rollout_weights` are clipped to [log 1e-8, 20], and lambda is clipped to at least 1e-4.
+    VESPO is variational sequence-level soft policy optimization (arXiv:2602.10693). As in TRL, log-ratios are clipped
+    to [-20, 20] nats, the logs of w and of `rollout_weights` are clipped to [log 1e-8, 20], and lambda is clipped to at
+    least 1e-4.
 
     Args:
         logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
-        mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1, whatever the log-probs.
+        mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1.
         advantages: [B, 1].
-        rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token"; None
-            without an off-policy correction.
-        positive: k and lambda where A >= 0. A larger k makes phi fall faster towards small w. A larger lambda makes phi
-            fall faster towards large w.
+        rollout_weights: [B, T] off-policy weights, from the function `rollout_weights` with the level "token".
+        positive: k and lambda where A >= 0.
         negative: k and lambda where A < 0.
 
     Returns:
-        [B, T] the loss of each token, to be minimized. Only its gradient is meaningful, not its value.
+        [B, T] the loss of each token. Only its gradient is meaningful.
 
     Raises:
         ValueError: If `logprobs` or `advantages` does not have two dimensions.
@@ -486,9 +451,7 @@ def rollout_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Off-policy correction weights, which divide the policy's probability of the sampled tokens by the engine's.
-
-    Even for the same model, an inference engine and the training code compute slightly different probabilities.
+    """Off-policy correction weights, which are ratios of the old policy to the engine.
 
         d = old_logprobs - rollout_logprobs
         token:     w[b, t] = exp(d[b, t])
@@ -500,26 +463,19 @@ def rollout_weights(
     "truncate" is truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). "mask" at the level "token" is IcePop (Ling team 2025, arXiv:2510.18855).
 
-    A "sequence" weight is a product over tokens, so that long completions have very large or very small weights. The
-    size of a "geometric" weight does not depend on the length, but a "geometric" weight is not a ratio of completion
-    probabilities. With "mask" and a narrow range, such as 0.99 to 1.01, the level "geometric" drops completions whose
-    mean of d is not close to 0. verl's `seq_mean_k1` drops the same completions, but gives all other completions the
-    weight 1. ms-swift's sequence modes use the "geometric" weight. Exponents are clipped to [-20, 20] (`bounded_exp`).
+    Exponents are clipped to [-20, 20] (`bounded_exp`).
 
     Args:
         old_logprobs: [B, T] nats, under the policy before the rollout's first update, computed by the training code.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on. Where it is False, d counts as 0.
-        level: "token" gives one weight per token. "sequence" gives one weight per completion, the product of its
-            tokens' weights. "geometric" gives one weight per completion, the geometric mean of its tokens' weights.
-        outside: "truncate" clips the weights to [low, high]. "mask" sets weights outside of [low, high] to 0.
+        level: "token" gives one weight per token. The other levels give one weight per completion.
+        outside: Treatment of weights outside of [low, high].
         low: Minimum weight.
         high: Maximum weight.
 
     Returns:
-        [B, T] for the level "token", otherwise [B, 1]; detached. Suppose that low <= 1 <= high. The weight of a token
-        is then exactly 1 if `old_logprobs` equals `rollout_logprobs` at the token. The weight of a completion is
-        exactly 1 if the two are equal at all trained tokens of the completion.
+        [B, T] for the level "token", otherwise [B, 1]; detached.
 
     Raises:
         ValueError: If `level` or `outside` has another value.
@@ -546,16 +502,14 @@ def keeps_sequence(
 
         kept[b] = A[b] >= 0  or  mean over trained t of (rollout_logprobs - logprobs) <= threshold
 
-    Lowering the probability of completions that are already unlikely helps little and destabilizes training
-    (DeepSeek-V3.2, arXiv:2512.02556, sec. 3.1, "off-policy sequence masking").
+    The method is from DeepSeek-V3.2 (arXiv:2512.02556, sec. 3.1).
 
     Args:
         logprobs: [B, T] nats, of the current policy.
         rollout_logprobs: [B, T] nats, of the engine when it sampled the tokens.
         mask: [B, T] bool, True where a token is trained on.
         advantages: [B, 1].
-        threshold: Limit, in nats, for completions with A < 0. A completion is dropped if its mean log-prob per token
-            has fallen by more than this limit since sampling.
+        threshold: Limit, in nats per token.
 
     Returns:
         [B, 1] bool, True where a completion is trained on.
@@ -566,8 +520,7 @@ def keeps_sequence(
 
 MAX_K3 = 10.0
 """Bound of k3 in nats per token, as in verl, OpenRLHF and ms-swift. With d = ref_logprobs - logprobs, k3 grows as
-exp(d): without a bound, a single token that has become very unlikely dominates the loss. The bound is reached where d
-is above 2.6 or below -11."""
+exp(d): without a bound, a single token that has become very unlikely dominates the loss."""
 
 
 def kl_divergence(
@@ -582,17 +535,17 @@ def kl_divergence(
         d = ref_logprobs - logprobs
         k1 = -d,   k2 = d^2 / 2,   k3 = min( exp(d) - d - 1, 10 )
 
-    For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased. k2 and k3 are
-    never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html). The gradient of k2 is an unbiased estimate of
-    the gradient of the KL, but the gradients of k1 and k3 are not. GRPO uses k3 without bounds (eq. 4 of
-    arXiv:2402.03300). Here, d in k3 is clipped to [-20, 20], and k3 itself is clipped to at most 10. Clipped values
-    have a gradient of 0. With these bounds, k3 is unbiased only if no token is clipped (`is_k3_clamped`).
+    For tokens sampled from the policy, k1 and k3 are unbiased estimates of the KL, and k2 is biased (Schulman 2020,
+    http://joschu.net/blog/kl-approx.html). The gradient of k2 is an unbiased estimate of the gradient of the KL, but
+    the gradients of k1 and k3 are not. GRPO uses k3 without bounds (eq. 4 of arXiv:2402.03300). Here, d in k3 is
+    clipped to [-20, 20]. Clipped values have a gradient of 0. With these bounds, k3 is unbiased only if no token is
+    clipped (`is_k3_clamped`).
 
     Args:
         logprobs: [B, T] nats, of the policy.
         ref_logprobs: [B, T] nats, of the reference; treated as a constant.
         mask: [B, T] bool, True where a token is trained on; None means everywhere. Where it is False, the estimate is
-            0, whatever the log-probs.
+            0.
         estimator: "k1", "k2" or "k3".
 
     Returns:

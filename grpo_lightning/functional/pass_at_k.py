@@ -14,8 +14,7 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    This unbiased estimate is equation 1 of Chen et al. 2021 (arXiv:2107.03374). The plain estimate, 1 - (1 - c / n)^k,
-    is too low. pass@1 is c / n, and its mean over prompts is avg@n.
+    This unbiased estimate is equation 1 of Chen et al. 2021 (arXiv:2107.03374).
 
     Args:
         solved: [N] c, number of completions that solve their prompt.
@@ -35,8 +34,7 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     """Compute the gain of each completion for the baseline "pass_at_k".
 
     The gain of a completion is its lead over the best of k - 1 others, averaged over all choices of the others. A
-    negative lead counts as 0. With n scorable completions, there are C(n - 1, k - 1) choices of the k - 1 others. In
-    C(j - 1, k - 2) of these choices, the best of the k - 1 others is the j-th lowest of all n - 1 others.
+    negative lead counts as 0.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
@@ -78,15 +76,13 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
         low, high = (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson's score interval (1927) stays inside [0, 1] and does not shrink to a point if every prompt is solved. p is
-    the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size, that
-    is, the number of independent attempts that would be as informative as the N prompts with G completions each. It is
-    estimated as n = N p (1 - p) / v. Here p (1 - p) is the variance of a single attempt, and v is the variance of the
-    values. The estimate is limited to the range from N (if all completions of a prompt are equal) to N x G (if all
-    completions are independent). Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.
+    the mean of the values, and z is the two-sided normal quantile of `confidence`. n is the effective sample size. It
+    is estimated as n = N p (1 - p) / v, where v is the variance of the values. The estimate is limited to the range
+    from N to N x G. Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.
 
     Args:
         values: [N] in [0, 1], one per prompt; nan is excluded.
-        confidence: Coverage, the fraction of such intervals that contain the true mean.
+        confidence: Coverage.
         num_generations: G, the number of completions averaged in each value.
 
     Returns:

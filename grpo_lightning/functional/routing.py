@@ -56,11 +56,11 @@ def load_balancing_loss(routed: Tensor, probs: Tensor, num_tokens: Tensor) -> Te
         f[e] = sum over m of routed[m, e] / (M * num_tokens)             fractions of tokens, which sum to k
         P[e] = probs[e] / (M * num_tokens)                               mean probability
 
-    As in `load_balancing_loss_func` of transformers, f and P are means over all M routers, and a token counts in f once
-    for each of its k experts. The loss is therefore k if the load is uniform. Only P has a gradient.
+    As in `load_balancing_loss_func` of transformers, f and P are means over all M routers. The loss is k if the load is
+    uniform. Only P has a gradient.
 
-    The loss is linear in `probs`, which is a sum over tokens. The loss of an optimizer step is therefore the sum of one
-    loss per micro-batch, each with the `probs` of the micro-batch and the `routed` and `num_tokens` of the step.
+    The loss of an optimizer step is the sum of one loss per micro-batch, each with the `probs` of the micro-batch and
+    the `routed` and `num_tokens` of the step.
 
     Args:
         routed: [M, E] as in `RouterLoad`, of the optimizer step.

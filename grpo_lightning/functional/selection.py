@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
-    """Find the tokens of highest entropy, at which the policy decides between continuations.
+    """Find the tokens of highest entropy.
 
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
-    The method is from "Beyond the 80/20 rule" (arXiv:2506.01939), which uses a fraction of 0.2. The quantile is
-    interpolated linearly, as in `torch.quantile`. The number of chosen tokens is therefore floor(fraction (M - 1)) + 1,
-    or more if entropies are equal. The quantile is computed by sorting, because `torch.quantile` refuses large inputs.
+    The method is from "Beyond the 80/20 rule" (arXiv:2506.01939). The number of chosen tokens is floor(fraction (M -
+    1)) + 1, or more if entropies are equal. The quantile is computed by sorting, because `torch.quantile` refuses large
+    inputs.
 
     Args:
         entropies: [M] nats.
@@ -38,9 +38,7 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float, keys: Tensor | None = None) -> Tensor:
     """Find the tokens of highest covariance. Their updates lower the entropy most (KL-Cov, arXiv:2505.22617).
 
-    The tokens with the highest `token_covariances` are chosen. The number of chosen tokens is floor(fraction M), but at
-    least 1. Many covariances can be equal, for example if the policy is certain of many tokens (log-prob 0), or if all
-    advantages are 0.
+    The number of chosen tokens is floor(fraction M), but at least 1.
 
     Args:
         logprobs: [M] nats.
@@ -75,7 +73,7 @@ def random_covariance_tokens(
     Args:
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
-        is_clipped: [M], nonzero or True where the surrogate clips the token, so that its gradient is already 0.
+        is_clipped: [M], nonzero or True where the surrogate clips the token.
         keys: [M] random numbers; the candidates with the smallest numbers are chosen.
         fraction: Above 0 and at most 1; a fraction of all M tokens, not of the candidates.
         low: Exclusive lower limit of the covariance, in nats times the unit of the advantage.
@@ -95,8 +93,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
         cov[m] = (logprob[m] - mean of logprobs) (A[m] - mean of A)
 
-    A policy gradient step changes the entropy in proportion to minus the covariance (arXiv:2505.22617). Therefore both
-    training on likely tokens of good completions and training on unlikely tokens of bad completions lower the entropy.
+    A policy gradient step changes the entropy in proportion to minus the covariance (arXiv:2505.22617).
 
     Args:
         logprobs: [M] nats.

@@ -1,4 +1,4 @@
-"""Checks of ground-truth boxes in grounding data. A box must have four finite numbers, and lie inside the image."""
+"""Checks of ground-truth boxes in grounding data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ Boxes: TypeAlias = Literal["auto", "original", "norm1000", "none"]
 """Coordinate system of the ground-truth boxes in the column `solution`, and which solutions are checked.
 
 - `original`: pixels of the image. Every row with an image must have a box.
-- `norm1000`: coordinates as if every image were 1000 wide and 1000 high (VLM-R1's InternVL data). Every row with an
-  image must have a box. `check_solution` converts the box to pixels once for the whole run, so `gold_coordinates` of
-  rewards, metrics and callbacks must stay at `original`.
+- `norm1000`: coordinates as if every image were 1000 wide and 1000 high. Every row with an image must have a box.
+  `check_solution` converts the box to pixels.
 - `auto`: pixels. A solution is checked if it has four values, at least one of them a number (or the text of a number),
   and its row has one image. Other solutions are not checked.
 - `none`: no solution is checked.
@@ -28,21 +27,15 @@ NORM = 1000
 """Width and height of every image in `norm1000` coordinates."""
 
 ROUNDING = 1
-"""Pixels by which a box can exceed the image, because the coordinates of some annotations are rounded or off by one.
-Rewards clip boxes to the image, so a part of the box must lie inside the image."""
+"""Pixels by which a box can exceed the image, because the coordinates of some annotations are rounded or off by one."""
 
 
 def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
     """Check the solution of a row with images. Returns: the solution, or for `norm1000` its box in pixels.
 
-    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height. At the edges of the image, there is a tolerance
-    of `ROUNDING`, but the part of the box inside the image must have a positive area. A box that ends within the first
-    pixel of the image is refused, because its numbers are probably fractions of the image size.
-
-    Args:
-        solution: The value of the column `solution`. Text is parsed as JSON, with or without answer tags.
-        sizes: (width, height) of each image of the row, in pixels.
-        boxes: Coordinate system of the box, and which solutions are checked (see `Boxes`).
+    A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height. There is a tolerance of `ROUNDING`, but the part
+    of the box inside the image must have a positive area. A box that ends within the first pixel of the image is
+    refused, because its numbers are probably fractions of the image size.
 
     Raises:
         ValueError: If a checked solution is not four numbers, has an invalid box, or belongs to a row with several

@@ -1,4 +1,4 @@
-"""Image placeholders, and functions that place the images of a prompt in its messages."""
+"""Placing the images of a prompt in its messages."""
 
 from __future__ import annotations
 
@@ -23,23 +23,14 @@ def place_images(
 
     A message part can hold an image of its own. The images of the row's image column are assigned, in order, to the
     placeholders `<image>` in the text and to the image parts that hold no image. If the messages have neither
-    placeholders nor image parts, all images are prepended to the first user turn. VLM-R1 removes the placeholders and
-    always puts the images first, which changes a question such as "the first image <image> ... the second <image>".
-
-    Args:
-        messages: The chat.
-        images: The images of the row's image column.
-        finder: Makes references to the images inside message parts, and names the row in errors.
+    placeholders nor image parts, all images are prepended to the first user turn.
 
     Returns:
-        A pair: the messages, in which every content is a list of parts, and the list of all images, in the order of
-        the image parts in the messages. For a chat without images, the pair is the unchanged messages and an empty
-        list.
+        The messages, in which every content is a list of parts, and all images, in the order of the image parts.
 
     Raises:
         ValueError: If the number of images in the image column differs from the number of places for them in the
-            messages (placeholders, and image parts that hold no image); the error names both numbers. Also if there is
-            no user turn for the images.
+            messages, or there is no user turn for them.
     """
     placed = [_with_parts(message, finder, f"message {number}") for number, message in enumerate(messages, start=1)]
     slots = [part for message in placed for part in _image_parts(message)]

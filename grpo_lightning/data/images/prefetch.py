@@ -50,8 +50,8 @@ class ImageReader:
     """Reads every image only once per batch of a `PromptSource`, and reads the images of the next batch in advance.
 
     Args:
-        num_workers: Threads that read images in advance. With 0, each image is read when it is used. To bound the
-            memory (3 MB per megapixel), at most `READ_AHEAD` images per thread are in memory before their use.
+        num_workers: Threads that read images in advance. With 0, each image is read when it is used. At most
+            `READ_AHEAD` images per thread are in memory before their use.
     """
 
     def __init__(self, num_workers: int = 0) -> None:
@@ -66,10 +66,7 @@ class ImageReader:
         self.ahead: WeakSet[SharedRead] = WeakSet()  # submitted to the threads and not used yet
 
     def take(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of a batch. Prompts with the same image share one `SharedRead`.
-
-        An image that `look_ahead` has read in advance is not read again.
-        """
+        """Return the prompts of a batch. Prompts with the same image share one `SharedRead`."""
         counts = Counter(image.key for image in _images(prompts))
         if not counts:
             return list(prompts)
@@ -110,7 +107,7 @@ class ImageReader:
         self._start()
 
     def _start(self) -> None:
-        """Submit waiting images to the threads, until `READ_AHEAD` images per thread are submitted and not yet used."""
+        """Submit waiting images to the threads."""
         with self.lock:
             while self.pool is not None and self.waiting and len(self.ahead) < READ_AHEAD * self.num_workers:
                 read = self.waiting.popleft()

@@ -1,4 +1,4 @@
-"""Preflight checks, which read every image, compare every box with its image, and report or drop bad rows."""
+"""Preflight checks of images and boxes, which report or drop bad rows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class Preflight:
     """Checks of images and boxes, and the handling of bad rows. Picklable."""
 
     bad_images: BadImages = "error"
-    """`error` raises an error that lists the bad rows; `drop` removes the bad rows. A bad row is never replaced by
-    another row. (VLM-R1 replaces a bad row by random rows, a different one for each completion of a group.)"""
+    """`error` raises an error that lists the bad rows; `drop` removes the bad rows."""
 
     num_workers: int = 0
     """Threads that read images; 0 reads them one after the other."""
@@ -52,8 +51,7 @@ class Preflight:
         """Check the images and the box of one prompt of a stream.
 
         Returns:
-            `measured` itself, or with `boxes: norm1000`, a copy in which the box has been converted to pixels. For a
-            prompt that is dropped, a copy in which `prompt` is None.
+            The item. With `boxes: norm1000`, the box is in pixels. For a dropped prompt, `prompt` is None.
 
         Raises:
             ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.
@@ -69,14 +67,8 @@ class Preflight:
     def all(self, measured: Sequence[Measured], boxes: Mapping[str, Boxes]) -> list[Measured]:
         """Check the images and boxes of all prompts of a mixture.
 
-        Args:
-            measured: The prompts, each with its length.
-            boxes: The setting `boxes` of each source (see `Boxes`).
-
         Returns:
-            The items of `measured`. An item with an unreadable image or an invalid box is replaced by a copy whose
-            `prompt` is None. With `boxes: norm1000`, an item with a valid box is replaced by a copy whose box has been
-            converted to pixels.
+            The items, changed as by `one`.
 
         Raises:
             ValueError: If `bad_images` is "error", and images cannot be read or boxes are invalid; the message lists
@@ -131,12 +123,8 @@ class Preflight:
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Check that all images can be read, for prompts that do not come from a mixture.
 
-    The boxes of these prompts are checked by the rewards. The images are not read again if all of them have been read
-    in full before. It is not enough that their sizes are known, because a truncated file can have an intact header.
-
-    Args:
-        prompts: The prompts, the same on every rank.
-        num_workers: Threads that read images.
+    The images are not read again if all of them have been read in full before. It is not enough that their sizes are
+    known, because a truncated file can have an intact header.
 
     Raises:
         ValueError: If images cannot be read; the message lists them.
@@ -151,13 +139,8 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
     """Check every unique image, and get its size.
 
-    The images are divided among the ranks. A rank reads the pixels of its own images, and only the headers of the other
-    images. If one rank cannot read an image, the image counts as bad on all ranks, because all ranks must drop the same
-    rows.
-
-    Args:
-        images: References to the images, the same on every rank.
-        num_workers: Threads that read images.
+    A rank reads the pixels of its own images, and only the headers of the other images. If one rank cannot read an
+    image, the image counts as bad on all ranks, because all ranks must drop the same rows.
 
     Returns:
         The size or the error of each image, by `ImageRef.key`.
@@ -241,20 +224,12 @@ class ImageCounts:
     def check_root(
         self, source: str, image_root: str | None, run_root: str | None, *, has_more_rows: bool = False
     ) -> None:
-        """Check that a dataset entry that has an `image_root` also has images.
+        """Check that a dataset entry with an `image_root` has images.
 
-        Args:
-            source: The entry's name.
-            image_root: The entry's own `image_root`.
-            run_root: `image_root` of the data module. For an entry without its own `image_root`, this root is checked
-                only if a column that is not read as images has image paths, because images were then probably intended.
-                Without such paths, the entry is possibly text-only on purpose.
-            has_more_rows: True if only the first rows were counted. The other rows possibly have images, so a warning
-                is logged instead of an error.
+        The `run_root` is checked only if a column that is not read as images has image paths. With `has_more_rows`, a
+        warning is logged instead of an error.
 
-        Raises:
-            ValueError: If a root is checked for the entry, but no row has images (in a column that is read as images,
-                or in a message).
+        Raises: ValueError if a root is checked for the entry, but no row has images.
         """
         if source in self.unread:
             image_root = image_root or run_root
@@ -275,16 +250,7 @@ class ImageCounts:
         log.warning("%s", problem)
 
     def warn(self, *, so_far: bool = False) -> None:
-        """Warn about text-only rows that possibly lack their image, once per source and column.
-
-        A row possibly lacks its image in two cases:
-
-        - Its image column is empty, but other rows of the source have images.
-        - A column that is not read as images has an image path.
-
-        Args:
-            so_far: True if more rows can follow.
-        """
+        """Warn about text-only rows that possibly lack their image, once per source and column."""
         so_far_text = " so far" if so_far else ""
         for source, count in self.empty.items():
             if self.with_images[source] and (source, None) not in self.warned:

@@ -1,4 +1,4 @@
-"""Lazy image references. Every image of a row, in any form that datasets use, becomes an `ImageRef`."""
+"""Lazy image references for the images of a row, in any form that datasets use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from grpo_lightning.core.images import ImageError, ImageRef, is_pil_image
 
 
 class RowsWithCells:
-    """The rows of a `datasets.Dataset`, with references in place of images. Reading a row does not read its images.
-
-    Args:
-        dataset: A `datasets.Dataset`.
-        images: Names of the dataset's columns that hold images or lists of images.
-        label: Name of the dataset in errors.
-        folder: Base folder of relative paths; None for the current folder.
-    """
+    """The rows of a `datasets.Dataset`, with references in place of images. Reading a row does not read its images."""
 
     def __init__(self, dataset: Any, images: Sequence[str], label: str, folder: Path | None = None) -> None:
         self.names, self.images, self.label = list(dataset.column_names), list(images), label
@@ -63,7 +56,7 @@ def with_cells(dataset: Any, label: str, folder: Path | None = None) -> Any:
     """Wrap a dataset so that its columns of images, and of lists of images, yield references.
 
     A dataset without such columns, or with a transform or format (`set_transform`, `with_format`), is returned
-    unchanged. For the arguments, see `RowsWithCells`.
+    unchanged.
     """
     if (getattr(dataset, "format", None) or {}).get("type") is not None:
         return dataset
@@ -72,19 +65,12 @@ def with_cells(dataset: Any, label: str, folder: Path | None = None) -> Any:
 
 
 _TABLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The tables of the datasets of this process, by `RowsWithCells.key`.
-
-A `Cell` that a worker process sends back to this process uses the table in this mapping, not a copy.
-"""
+"""The tables of the datasets of this process, by `RowsWithCells.key`."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Reference to an image in a cell of a dataset, used as the `source` of an `ImageRef`.
-
-    Calling the object returns the bytes, the path or the decoded image (see `openable_value`). Two objects are equal if
-    they refer to the same place in the same dataset.
-    """
+    """Reference to an image in a cell of a dataset, used as the `source` of an `ImageRef`."""
 
     key: str
     table: Any = field(compare=False, repr=False)
@@ -106,7 +92,7 @@ class Cell:
         return f"of column {self.column!r}" + ("" if self.place is None else f", number {self.place + 1}")
 
     def __reduce__(self) -> Any:
-        """Pickle the cell. A process that already has the cell's table uses that table when it unpickles the cell."""
+        """Pickle the cell (see `_cell`)."""
         return _cell, (self.key, self.table, self.folder, self.row, self.column, self.place)
 
 
@@ -135,13 +121,8 @@ class RemoteFile:
 def openable_value(value: Any, folder: Path | None = None) -> Any:
     """Resolve `{"bytes": ..., "path": ...}`, the format in which `datasets` stores an image.
 
-    Args:
-        value: The bytes and the path.
-        folder: Base folder of relative paths; None for the current folder.
-
     Returns:
-        The bytes, if `value` has any. If not, the result depends on the path. If only `datasets` can open the path
-        (`is_remote`), the result is the decoded image. For any other path, it is the absolute path.
+        The bytes, the absolute path, or the decoded image if only `datasets` can open the path (`is_remote`).
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.
@@ -155,7 +136,7 @@ def openable_value(value: Any, folder: Path | None = None) -> Any:
 
 
 def is_remote(path: str) -> bool:
-    """True for a path that only `datasets` can open, for example `hf://...` or, in an archive, `zip://a.png::b.zip`."""
+    """True for a path that only `datasets` can open."""
     return "://" in path
 
 
@@ -211,7 +192,7 @@ class NoImage:
         raise ImageError(self.problem)
 
     def __str__(self) -> str:
-        """Return a placeholder for the name."""
+        """Return a placeholder."""
         return "(invalid)"
 
 
@@ -251,8 +232,8 @@ class ImageFinder:
             what: The value's place in the row, for error messages.
 
         Returns:
-            The reference. If `value` has none of these forms, or is a web URL, no error is raised here. Instead,
-            ImageError is raised when the reference is read, so that all bad images of the data are reported together.
+            The reference. If `value` has none of these forms, or is a web URL, no error is raised here, but when the
+            reference is read.
         """
         if isinstance(value, ImageRef):
             return value if value.where else replace(value, where=self.where)
@@ -313,7 +294,7 @@ class ImageFinder:
 
 
 def is_empty(value: Any) -> bool:
-    """True for None, "", [] and (): in a CSV file, an empty cell is the only way to write "no image"."""
+    """True for None, "", [] and ()."""
     return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
@@ -324,7 +305,7 @@ def has_empty_column(columns: Mapping[str, Any]) -> bool:
 
 
 def unread_column(columns: Mapping[str, Any]) -> str | None:
-    """Name of a column that possibly holds images, for a row with neither `image` nor `images`. None if there is none.
+    """Name of a column that possibly holds images, for a row with neither `image` nor `images`, or None.
 
     Columns such as `image_path` and `img` are not read as images, because they can be meant for a reward.
     """
