@@ -275,8 +275,8 @@ def call_metrics(outcomes: Counter[str]) -> dict[str, float]:
 def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") -> Iterator[ToolCall]:
     """Find the calls in a turn, in order. Calls inside reasoning (`<think>...</think>`) are ignored.
 
-    In XML and in GLM's format, an argument is a text. If its type hint does not allow a text, the text is parsed as JSON
-    or Python. GLM's format is read only between markers.
+    In XML and in GLM's format, an argument is a text. If its type hint does not allow a text, the text is parsed as
+    JSON or Python. GLM's format is read only between markers.
 
     Calls are marked by `<tool_call>...</tool_call>`, by a code fence (`tool_code` or `tool_call`), or by special tokens
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
