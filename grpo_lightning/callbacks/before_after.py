@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts before and after training: a table, sample completions and a summary file."""
+"""Evaluation on held-out prompts before and after training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.training.lightning_internals import keep_order
 
 WIDE = 100
-"""Minimum width of a terminal, in columns, for which a table cell shows a value and its interval on one line."""
+"""Minimum width of a terminal, in columns, for a value and its interval on one line."""
 
 Numbers = dict[str, dict[str, float]]
 """Metrics by kind of completion ("sampled", "greedy") and name."""
@@ -38,20 +38,15 @@ class BeforeAfter(L.Callback):
 
     After training, it prints a table and sample completions, and writes `summary.json`:
 
-    - `seed`: seed of the run;
-    - `metric`: name of the headline metric;
+    - `seed`, `metric`, `num_prompts`, `images` (number of images in the prompts) and `steps` (optimizer steps);
     - `<metric>_before`, `<metric>_after`: values of the headline metric for sampled completions, or null;
-    - `greedy_before`, `greedy_after`: values of the headline metric for greedy completions, or null;
-    - `num_prompts`: number of validation prompts;
-    - `images`: number of images in these prompts;
-    - `steps`: number of optimizer steps;
+    - `greedy_before`, `greedy_after`: values for greedy completions, or null;
     - `seconds`: time since this package was imported;
     - `before`, `after`: all numbers of the table, by kind of completion (`sampled`, `greedy`) and name.
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of prompts that are printed with a completion, for each of the two evaluations. 0 prints
-            none.
+        num_samples: Number of prompts that are printed with a completion, for each of the two evaluations.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -69,14 +64,14 @@ class BeforeAfter(L.Callback):
         self.progress: Progress | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the results of an earlier run. For a resumed run, Lightning restores them after this hook."""
+        """Forget the results of an earlier run. Lightning restores those of a resumed run after this hook."""
         if stage == "fit" and trainer.global_step == 0:
             self.before, self.after, self.samples = None, None, {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate before training.
 
-        A resumed run keeps the earlier results, so it does not evaluate again. A `fast_dev_run` never evaluates.
+        A resumed run keeps the earlier results. A `fast_dev_run` never evaluates.
         """
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.before = self.measure(trainer, pl_module, "before")
@@ -107,7 +102,7 @@ class BeforeAfter(L.Callback):
         self.write(folder / "summary.json", summary)
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
-        """Show how many decoding steps are done, because an evaluation with a single batch has no other progress."""
+        """Show how many decoding steps are done."""
         if self.progress is not None and (done % 8 == 0 or done == total):
             self.progress.tokens = f"token {done}/{total}"
             self.progress.show()
@@ -192,13 +187,7 @@ class BeforeAfter(L.Callback):
 
 
 class Progress:
-    """Status line of an evaluation.
-
-    Args:
-        title: Name of the evaluation.
-        num_batches: Number of batches.
-        is_on: If false, nothing is shown.
-    """
+    """Status line of an evaluation."""
 
     def __init__(self, title: str, num_batches: int, *, is_on: bool) -> None:
         self.title, self.num_batches, self.is_on = title, num_batches, is_on
@@ -223,7 +212,7 @@ class Progress:
 def validation_loader(trainer: L.Trainer) -> Any:
     """Return the data module's loader of validation prompts, to which `limit_val_batches` does not apply.
 
-    Without a data module, return the trainer's loader. A `PromptSource` keeps the order of the data, as in validation.
+    Without a data module, return the trainer's loader. A `PromptSource` keeps the order of the data.
     """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()
@@ -233,10 +222,7 @@ def validation_loader(trainer: L.Trainer) -> Any:
 
 
 def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
-    """Return the first `count` prompts, each with its first completion.
-
-    For a chat, the returned prompt is the text of the chat's last message.
-    """
+    """Return the first `count` prompts, each with its first completion."""
     texts = [prompt_text(group.prompt.content) for group in evaluation.groups[:count]]
     return [(text, group.completions[0].text) for text, group in zip(texts, evaluation.groups, strict=False)]
 
@@ -244,12 +230,7 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
 def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
     """Format the value of a metric for a table cell, with four significant digits.
 
-    If there is a confidence interval, it follows the value. If the metric has no value, the cell is "-".
-
-    Args:
-        numbers: Values by name.
-        name: Name of the metric.
-        between: Text between the value and the interval.
+    The confidence interval, if there is one, follows. Without a value, the cell is "-".
     """
     if name not in numbers:
         return "-"
@@ -259,5 +240,5 @@ def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
 
 
 def is_bound(name: str) -> bool:
-    """True for a bound of a confidence interval. The table shows both bounds in the cell of their metric."""
+    """True for a bound of a confidence interval."""
     return name.endswith(("/low", "/high"))

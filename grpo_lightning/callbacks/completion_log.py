@@ -35,7 +35,7 @@ NUMBERS = frozenset({"step", "epoch", "rollout", "rank", "prompt_index", "length
 """Fields of a line that are always a number or None."""
 
 ESCAPES = {ord(character): f"&#{ord(character)};" for character in "&<>|*_`\\[]"} | {ord("\n"): "<br>", ord("\r"): ""}
-"""Characters that Markdown would treat as markup or as the end of a table cell, and their escapes."""
+"""Characters with a meaning in Markdown, and their escapes."""
 
 
 class CompletionLog(L.Callback):
@@ -43,44 +43,38 @@ class CompletionLog(L.Callback):
 
     A line has these fields:
 
-    - `step`: number of optimizer steps done before the training on the rollout (the loggers log the rollout's metrics
-      at the same `step`);
+    - `step`: number of optimizer steps before the training on the rollout, as in the loggers;
     - `rank`: the rank that sampled the completion;
     - `row`: file and line of the data row;
     - `length`: number of tokens of the completion;
     - `reward`: the total reward, or null if the completion is not scorable;
     - `rewards`: the rewards by name;
-    - `columns`: the columns of the data row, for example the answer, but neither the prompt nor values of more than
-      1,000 characters;
+    - `columns`: the columns of the data row, but neither the prompt nor values of more than 1,000 characters;
     - `turns` (only in conversations): role, text and number of tokens of each turn, and for a turn of the policy also
       its finish reason and its reward;
-    - `images` (only if the prompt has images): for each image, its name (the path, if the image comes from a file), its
-      size in pixels, its size after resizing for the policy, and the coordinate convention of the policy;
+    - `images` (only if the prompt has images): for each image, its name, its size in pixels, its size after resizing
+      for the policy, and the coordinate convention of the policy;
     - `epoch`, `rollout`, `source`, `prompt_index`, `prompt`, `completion`, `finish_reason` and `advantage`;
     - one field for each column that rewards passed to `log_extra`.
 
-    The lines of a rollout are in the order of its prompts, regardless of the number of ranks. With dynamic sampling,
-    the completions of skipped prompts have no lines.
+    The lines of a rollout are in the order of its prompts. With dynamic sampling, the completions of skipped prompts
+    have no lines.
 
-    Weights & Biases also gets a table of each rollout. TensorBoard also gets the best completions of each rollout, the
-    worst completions and a few others. Both loggers also get the images in the prompts of these best, worst and other
-    completions. Only images of rank 0's prompts are shown, because rank 0 does not have the images of other ranks.
+    Weights & Biases also gets a table of each rollout. TensorBoard gets the best completions of each rollout, the worst
+    completions and a few others. Both loggers get the images in the prompts of these completions, but only those of
+    rank 0's prompts.
 
-    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. Each token has a
-    log-prob under the policy before the updates on the rollout, and another under the policy after these updates. The
-    sign of advantage x (new - old log-prob) shows whether the updates moved the log-prob of a token in the intended
-    direction. A line has the fields `rollout`, `completion` (index of the completion in the rollout), `tokens` (text),
-    `old_logprobs` and `logprobs`. Both log-probs are in nats, and null for tokens that are not trained on. If
-    `model.conversation.turn_credit` is set, a line also has the field `turn_advantages`. It contains the part of each
-    token's advantage that comes from the token's turn. There are no lines for completions that the updates leave out
-    because their advantage is 0. If a run resumes in the middle of training on a rollout, there are no lines for this
-    rollout either.
+    With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. A line has the fields
+    `rollout`, `completion` (index of the completion in the rollout), `tokens` (text), `old_logprobs` and `logprobs`
+    (before and after the updates on the rollout). Both log-probs are in nats, and null for tokens that are not trained
+    on. With `model.conversation.turn_credit`, the field `turn_advantages` contains the part of each token's advantage
+    that comes from the token's turn. Completions that the updates leave out because their advantage is 0 have no lines.
+    If a run resumes in the middle of training on a rollout, this rollout has no lines.
 
     Args:
         every_n_rollouts: Write only every n-th rollout.
-        max_rows: Maximum number of completions in a Weights & Biases table. The file always has all completions.
-        num_samples: Number of completions of each kind (best, worst and other) that the loggers show. TensorBoard shows
-            their text, and both loggers show the images of their prompts. 0 shows none.
+        max_rows: Maximum number of completions in a Weights & Biases table.
+        num_samples: Number of completions of each kind (best, worst and other) that the loggers show.
         token_logprobs: Write `tokens.jsonl`. This costs one more forward pass over each rollout that is written, and
             about 25 bytes of disk per token.
         dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
@@ -107,13 +101,12 @@ class CompletionLog(L.Callback):
         self.dirpath = dirpath
         self.path: Path | None = None
         self.first_lines: dict[tuple[int, int], int] | None = None
-        """Index of the first line of each group of the current rollout, by the group's rank and its index on that rank.
-        None if the tokens of the rollout are not written."""
+        """The result of the function `first_lines`; None if the tokens of the rollout are not written."""
 
         self.logged_messages: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a new run, remove old files. In a resumed run, remove the lines that are newer than the checkpoint."""
+        """Remove old files. In a resumed run, only remove lines newer than the checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path, self.first_lines = None, None
         if not is_writing(trainer, self.dirpath):
@@ -131,7 +124,7 @@ class CompletionLog(L.Callback):
                 self.log_once(f"{type(logger).__name__} cannot show completions; they are in {self.path}.")
 
     def on_rollout(self, trainer: L.Trainer, module: GRPOLightningModule, rollout: Rollout) -> None:
-        """Write the rollout, if `every_n_rollouts` does not skip it. Collective: all ranks call this hook."""
+        """Write every n-th rollout. Collective: all ranks call this hook."""
         number = module.run.rollout_index - 1
         if self.path is not None and number % self.every_n_rollouts == 0:
             when = {"step": trainer.global_step, "epoch": trainer.current_epoch, "rollout": number}
@@ -165,7 +158,7 @@ class CompletionLog(L.Callback):
         return self.path.with_name("tokens.jsonl")
 
     def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
-        """Write the lines of a rollout and pass them to the loggers. `ranks` has the lines by rank and group."""
+        """Write the lines of a rollout (`ranks`: by rank and group) and pass them to the loggers."""
         assert self.path is not None
         written = [line for group in interleave(ranks) for line in group]
         append_lines(self.path, written)
@@ -205,7 +198,7 @@ class CompletionLog(L.Callback):
         logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
 
     def images(self, prompt: Prompt | None) -> Iterator[Any]:
-        """PIL images of a prompt. An image that cannot be read is logged once and does not stop the run."""
+        """PIL images of a prompt. An unreadable image does not stop the run."""
         for image in () if prompt is None else prompt.images:
             try:
                 yield image.read()
@@ -234,8 +227,7 @@ def groups_of_lines(rollout: Rollout, when: Mapping[str, int], teams: Teams) -> 
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     """Iterate over the records of a rollout's completions, in order.
 
-    A `log_extra` column that has the name of another field, or of a column of the Weights & Biases table, is renamed to
-    `extra/<name>`.
+    A `log_extra` column with the name of another field or table column is renamed to `extra/<name>`.
     """
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None
@@ -253,7 +245,7 @@ def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def is_short(value: Any) -> bool:
-    """True if a column's value is short enough for a line. A value that is not text is measured as JSON."""
+    """True if a column's value is short enough for a line."""
     text = value if isinstance(value, str) else json_line({"": value})
     return len(text) <= MAX_COLUMN_LENGTH
 
@@ -265,7 +257,7 @@ def image_records(group: Group) -> list[dict[str, Any]]:
 
 
 def first_lines(ranks: Sequence[Sequence[Sequence[str]]]) -> dict[tuple[int, int], int]:
-    """Index of each group's first line in the order of the file, by rank and the group's index on that rank."""
+    """Index of each group's first line in the file, by rank and the group's index on that rank."""
     groups = interleave(
         [[(rank, number, len(group)) for number, group in enumerate(own)] for rank, own in enumerate(ranks)]
     )
@@ -280,10 +272,8 @@ def token_records(
     """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, a tuple and the record of the completion's tokens. The tuple contains the rank that holds
-        the complete group of the completion, the index of the group on that rank, and the index of the completion in
-        the group. If a subclass's `split_rollout` leaves `numbers` or `groups` of a micro-batch empty, the completions
-        of this micro-batch have no records.
+        For each completion, (rank that holds its group, index of the group on that rank, index of the completion in the
+        group), and the record of its tokens. A micro-batch with empty `numbers` or `groups` has no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}
@@ -306,8 +296,7 @@ def token_records(
             record: dict[str, Any] = {"tokens": [text(token) for token in batch.completion_ids[row, :length].tolist()]}
             for name, values in {"old_logprobs": batch.old_logprobs, "logprobs": after}.items():
                 own = [] if values is None else values[row, :length].float().tolist()
-                # The policy did not sample an environment's observations, so the log-probs of their tokens have no
-                # meaning.
+                # The policy did not sample an environment's observations.
                 record[name] = [round(value, 4) if is_on else None for value, is_on in zip(own, mask, strict=False)]
             if batch.turn_advantages is not None:
                 record["turn_advantages"] = [round(value, 4) for value in batch.turn_advantages[row, :length].tolist()]
@@ -318,7 +307,7 @@ def token_records(
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token, with its leading space. A token that is only part of a character's bytes becomes U+FFFD."""
+    """Text of one token, with its leading space. Part of a character becomes U+FFFD."""
     text = str(tokenizer.decode([token]))
     raw = tokenizer.convert_ids_to_tokens(token)
     # SentencePiece's decoders drop the space at the beginning of a text.
@@ -328,10 +317,8 @@ def token_text(tokenizer: Any, token: int) -> str:
 def keep_rollouts_before(path: Path, rollout: int) -> None:
     """Drop the lines of rollout number `rollout` and of later rollouts, and an incomplete last line.
 
-    A resumed run samples these rollouts again.
-
     Raises:
-        ValueError: If a line does not belong to a completion log; the message names file and line.
+        ValueError: If a line does not belong to a completion log.
     """
     if not path.exists():
         return
@@ -349,10 +336,10 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def remove_log(path: Path) -> None:
-    """Remove the log of an earlier run, which may have been killed while it wrote the first line.
+    """Remove the log of an earlier run, even with an incomplete first line.
 
     Raises:
-        ValueError: If the first line does not belong to a completion log; the message names file and line.
+        ValueError: If the first line does not belong to a completion log.
     """
     if not path.exists():
         return
@@ -364,7 +351,7 @@ def remove_log(path: Path) -> None:
 
 
 def is_incomplete(line: str) -> bool:
-    """True for the beginning of a line of `completions.jsonl` or `tokens.jsonl`, without its end."""
+    """True for an incomplete line of `completions.jsonl` or `tokens.jsonl`."""
     if line.endswith("\n") or not line.startswith(('{"step": ', '{"rollout": ')):
         return False
     try:
@@ -388,8 +375,7 @@ def rollout_of(line: str, where: str) -> int:
 def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
     """Choose up to `count` completions of each kind (best, worst, other). Returns: (label, row), each row once.
 
-    The other completions are chosen at random, with the rollout number as the seed, so that a repeated run shows the
-    same completions.
+    The other completions are chosen at random, with the rollout number as the seed.
     """
     scorable = [row for row, line in enumerate(lines) if line["reward"] is not None]
     ranked = sorted(scorable, key=lambda row: -lines[row]["reward"])
@@ -404,9 +390,8 @@ def choose(lines: Sequence[Line], count: int) -> list[tuple[str, int]]:
 def cells(line: Line) -> dict[str, Any]:
     """Convert a line to a row of a table.
 
-    Each reward has its own column, `rewards/<name>`. The columns of rewards and of the fields in `NUMBERS` contain
-    numbers, and all other columns contain text. Any value may be None. Weights & Biases raises an error if a column has
-    mixed types. A `log_extra` value may be a number in one row and a list in the next.
+    Each reward has its own column, `rewards/<name>`. The columns of rewards and of `NUMBERS` contain numbers, and all
+    others contain text, because Weights & Biases refuses mixed types in a column.
     """
     flat = {name: as_number(value) if name in NUMBERS else as_text(value) for name, value in line.items()}
     del flat["rewards"]
@@ -419,12 +404,12 @@ def as_number(value: float | None) -> float | None:
 
 
 def as_text(value: Any) -> str | None:
-    """Convert a value to JSON text, but return text and None unchanged."""
+    """Convert a value to JSON text; text and None stay unchanged."""
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
-    """Format completions as a Markdown table. Markup in completions, such as `<think>`, is escaped to be visible."""
+    """Format completions as a Markdown table, with escaped markup such as `<think>`."""
     rows: list[dict[str, Any]] = []
     for label, line in chosen:
         row = cells(line)
@@ -436,7 +421,7 @@ def markdown(chosen: Iterable[tuple[str, Line]]) -> str:
 
 
 def as_markdown(value: Any) -> str:
-    """Format a value for a Markdown table cell, with short numbers, escaped markup, and line breaks as `<br>`."""
+    """Format a value for a Markdown table cell."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).translate(ESCAPES)

@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Panel:
-    """One image of the picture, with its boxes. The image is scaled down, because ranks send panels to each other."""
+    """One image of the picture, with its boxes. Ranks send panels to each other, so the image is small."""
 
     title: str
     png: bytes
@@ -74,32 +74,30 @@ class Panel:
 
     @property
     def prompt_hash(self) -> str:
-        """Hash of question, image and ground truth. Panels of the same prompt have the same hash."""
+        """Hash of question, image and ground truth."""
         text = f"{self.title}\n{self.size}\n{[float(number) for number in self.right]}\n"
         return hashlib.sha256(text.encode() + self.png).hexdigest()
 
 
 class DrawBoxes(L.Callback):
-    """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two boxes.
+    """Draws the first validation images with their ground-truth box, the predicted box, and the IoU of the two.
 
-    The pictures are PNG files in the folder `<dirpath>/boxes`. The callback writes `before.png` before training,
-    `step-<N>.png` at every validation of the run, and `after.png` after training. If a prompt is in `before.png`, the
-    later files also show the box that was predicted for this prompt before training. The commands `validate` and `test`
-    write `validate.png` and `test.png`. Weights & Biases and TensorBoard also get the pictures, under the name
+    The pictures are PNG files in the folder `<dirpath>/boxes`. The callback writes `before.png`, `step-<N>.png` at
+    every validation, and `after.png`. Later files also show the boxes of `before.png`. The commands `validate` and
+    `test` write `validate.png` and `test.png`. Weights & Biases and TensorBoard also get the pictures, under the name
     `val/boxes`.
 
-    Only prompts with exactly one image and exactly one box in `answer_column` are drawn. The number of other prompts is
-    logged.
+    Only prompts with exactly one image and exactly one box in `answer_column` are drawn.
 
     Args:
-        num_images: Number of images per picture; every picture has the same images.
-        greedy: If true, draw the box of the greedy completion. If false, draw the box of the first completion that is
-            sampled with the settings of `model.validation`.
+        num_images: Number of images per picture.
+        greedy: Draw the box of the greedy completion. If false, draw the box of the first completion sampled with
+            `model.validation`.
         answer_column: Data column with the ground-truth box.
         coordinates: Coordinate system of the predicted boxes, as for the reward `IoU`. "auto" uses the coordinate
             system of the policy's model family.
         gold_coordinates: Coordinate system of the ground-truth boxes: "original" (pixels) or "norm1000".
-        dirpath: Folder in which the folder `boxes` is created; null uses the run's folder.
+        dirpath: Parent folder of `boxes`; null is the run's folder.
     """
 
     def __init__(
@@ -126,14 +124,14 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the answers of an earlier run. For a resumed run, Lightning restores them after this hook."""
+        """Forget the answers of an earlier run. Lightning restores those of a resumed run after this hook."""
         if stage == "fit" and trainer.global_step == 0:
             self.before = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the boxes before training.
 
-        A resumed run keeps the earlier answers, so it draws no boxes here. A `fast_dev_run` draws no boxes either.
+        A resumed run keeps the earlier answers. It draws no boxes here, and neither does a `fast_dev_run`.
         """
         self.chosen = None
         if self.before is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -161,11 +159,7 @@ class DrawBoxes(L.Callback):
             print(f"Boxes: {self.folder(trainer)}")  # noqa: T201 - the result people look for
 
     def draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> list[Panel]:
-        """Sample answers on all ranks, and draw their boxes on rank 0. Collective: all ranks call it.
-
-        Returns:
-            The panels of all ranks, the same list on every rank.
-        """
+        """Sample answers on all ranks, and draw their boxes on rank 0. Collective. Returns: the panels of all ranks."""
         assert isinstance(pl_module, GRPOLightningModule)
         folder = self.folder(trainer)
         if self.chosen is None:
@@ -187,7 +181,7 @@ class DrawBoxes(L.Callback):
         return run_folder(trainer, self.dirpath) / "boxes"
 
     def choose(self, trainer: L.Trainer) -> list[Prompt]:
-        """Choose this rank's prompts. All ranks together draw the first prompts that have a ground-truth box."""
+        """Choose this rank's part of the first prompts with a ground-truth box."""
         loader = trainer.test_dataloaders if trainer.testing else validation_loader(trainer)
         is_shared = isinstance(loader, PromptSource)  # then every rank knows all prompts; else only its own
         prompts = known_prompts(loader.prompts) if isinstance(loader, PromptSource) else prompts_of(loader)
@@ -214,7 +208,7 @@ class DrawBoxes(L.Callback):
         return chosen[trainer.global_rank :: trainer.world_size] if is_shared else chosen
 
     def panels(self, module: GRPOLightningModule, prompts: list[Prompt]) -> Iterator[Panel]:
-        """Sample answers, and make a panel of each prompt. Collective: ranks without prompts call it as well."""
+        """Sample answers, and make a panel of each prompt. Collective, also without prompts."""
         evaluation = module.evaluate(prompts, is_greedy=self.greedy)
         for group in evaluation.groups:
             target = target_of(group, self.answer_column, self.coordinates, self.gold_coordinates)
@@ -265,10 +259,7 @@ def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """Return the text of the question.
-
-    For a chat, this is the text of the last message that is not an answer. For other prompts, it is the prompt.
-    """
+    """Text of the question: the prompt, or the last message of a chat that is not an answer."""
     if isinstance(content, str):
         return content
     # A final assistant message is the prefix of the answer.
@@ -324,11 +315,11 @@ def draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def caption(panel: Panel) -> str:
-    """Format a caption, for example `IoU 0.71 (before 0.12)`, or `no box` if the completion has no box."""
+    """Format a caption, for example `IoU 0.71 (before 0.12)`."""
     earlier = "" if panel.earlier is None else f" (before {format_overlap(panel.earlier)})"
     return f"{'' if panel.answer.box is None else 'IoU '}{format_overlap(panel.answer)}{earlier}"
 
 
 def format_overlap(answer: Answer) -> str:
-    """Format the IoU of an answer, for example `0.71`, or `no box` if the answer has no box."""
+    """Format the IoU of an answer, or `no box`."""
     return "no box" if answer.box is None else f"{answer.overlap:.2f}"

@@ -15,15 +15,14 @@ from grpo_lightning.policy.saving import original_tokenizer, whole_weights, writ
 class ExportPolicy(L.Callback):
     """Exports the policy (weights, config and tokenizer) when training ends.
 
-    With LoRA, only the adapter's weights are exported. For a multimodal policy, the processor is exported as well. All
-    ranks gather sharded weights together, one tensor at a time, and rank 0 writes them in the dtype in which they are
-    trained. A run that fails makes no final export.
+    With LoRA, only the adapter's weights are exported. For a multimodal policy, the processor is exported as well.
+    Weights are written in the dtype in which they are trained. A run that fails makes no final export.
 
     Args:
         folder: Output folder. A relative path is a path inside the run's folder. Files of an earlier export are
             replaced.
-        every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
-            subfolder `step-<step>`. If null, the policy is exported only when training ends.
+        every_n_steps: Number of optimizer steps between two exports during training, each in a subfolder `step-<step>`.
+            Null exports only when training ends.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:
@@ -36,7 +35,7 @@ class ExportPolicy(L.Callback):
         self.written_at = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Remember the current step, so that a resumed run does not export the policy of this step again."""
+        """Remember the current step, which a resumed run does not export again."""
         self.written_at = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
@@ -53,7 +52,7 @@ class ExportPolicy(L.Callback):
     def write(self, trainer: L.Trainer, pl_module: Any, name: str = "") -> None:
         """Gather the weights on every rank and write them on rank 0.
 
-        A `fast_dev_run` has no folder of its own, so it writes nothing if `folder` is a relative path.
+        A `fast_dev_run` writes nothing if `folder` is a relative path.
         """
         given = Path(self.folder).expanduser()
         if not given.is_absolute() and not is_writing(trainer, None):
@@ -66,7 +65,7 @@ class ExportPolicy(L.Callback):
 
 
 def write_loaded(policy: Any, loader: PolicyLoader, folder: Path, weights: dict[str, Any]) -> None:
-    """Write weights with the policy's original config and tokenizer or processor, not with those of the run."""
+    """Write weights with the policy's original config and tokenizer or processor."""
     config = None
     if loader.name is not None:
         config = loader.load_config()

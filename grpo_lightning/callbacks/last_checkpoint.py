@@ -14,13 +14,11 @@ from grpo_lightning.training.lightning_internals import last_saved_step
 class LastCheckpoint(ModelCheckpoint):
     """Saves `finished-step=<N>.ckpt` after the last step of a run, if `others` have not saved this step.
 
-    A `ModelCheckpoint` that monitors a validation metric saves only after a validation. Without `LastCheckpoint`, the
-    steps after the last validation would be lost.
+    A `ModelCheckpoint` that monitors a validation metric saves only after a validation.
 
     Args:
-        others: The run's other checkpoint callbacks, at least one. The checkpoint is saved in the folder of the first
-            of these callbacks. If all these callbacks save only weights, the checkpoint has no optimizer and no
-            schedule.
+        others: The run's other checkpoint callbacks, at least one. The checkpoint is saved in the folder of the first.
+            If all of them save only weights, the checkpoint has no optimizer and no schedule.
     """
 
     def __init__(self, others: Sequence[ModelCheckpoint]) -> None:
@@ -33,12 +31,12 @@ class LastCheckpoint(ModelCheckpoint):
         self.others = others
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """At the end of the last epoch, save the last step, if not only the weights are saved (`is_last_step_due`)."""
+        """At the end of the last epoch, save the last step, if `is_last_step_due`."""
         if is_last_step_due(self, trainer):
             self.save_last_step(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last weights, which `WeightAveraging` may have replaced by their average."""
+        """Save the last weights, or their average (`WeightAveraging`)."""
         if self.save_weights_only:
             self.save_last_step(trainer, pl_module)
 

@@ -37,12 +37,11 @@ MAX_COLUMNS = 3
 class LearningCurves(StepMetrics):
     """Plots metrics over optimizer steps into `curves.png` in the run's folder.
 
-    Diamonds are validation values. The picture is drawn during the run, and when the run ends or is interrupted. Steps
-    are numbered as in the loggers.
+    Diamonds are validation values. Steps are numbered as in the loggers.
 
     Args:
-        metrics: Names of the metrics to plot, with one panel for each metric. Metrics that are never logged are
-            skipped. Null plots the total reward, each reward, completion length, entropy and KL.
+        metrics: Names of the metrics, with one panel for each. Metrics that are never logged are skipped. Null plots
+            the total reward, each reward, completion length, entropy and KL.
         smoothing: Number of values in the window of the centered moving average (an even number is reduced by 1).
         every_n_steps: Optimizer steps between two updates of the picture.
         dirpath: Output folder; null is the run's folder.
@@ -67,7 +66,7 @@ class LearningCurves(StepMetrics):
         self.history: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the points of an earlier run. For a resumed run, Lightning restores them after this hook."""
+        """Forget the points of an earlier run. Lightning restores those of a resumed run after this hook."""
         if stage == "fit" and trainer.global_step == 0:
             self.history = defaultdict(list)
 
@@ -82,7 +81,7 @@ class LearningCurves(StepMetrics):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the metrics of a finished optimizer step, and draw the curves every `every_n_steps` steps."""
+        """Record the metrics of a finished optimizer step, and draw every `every_n_steps` steps."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and trainer.global_step % self.every_n_steps == 0:
             self.draw(trainer)
@@ -110,13 +109,13 @@ class LearningCurves(StepMetrics):
                 self.add(name, trainer.global_step - 1, float(values[name]))
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a point. If the metric already has a point at this step or at a later step, do nothing."""
+        """Add a point, unless the metric has one at this step or later."""
         points = self.history[name]
         if not points or points[-1][0] < step:
             points.append((step, value))
 
     def panels(self) -> dict[str, str]:
-        """Panel titles by metric. Metrics with equal points (e.g. the total and a single reward) share a panel."""
+        """Panel titles by metric. Metrics with equal points share a panel."""
         titles: dict[str, str] = {}
         for name in self.names:
             if points := self.history[name]:
@@ -128,7 +127,7 @@ class LearningCurves(StepMetrics):
         return titles
 
     def draw(self, trainer: L.Trainer, *, is_last: bool = False) -> None:
-        """Draw the history on rank 0, with an atomic write, so that the file is complete at any time."""
+        """Draw the history on rank 0, with an atomic write."""
         panels = self.panels()
         if self.path is None or not panels or not trainer.is_global_zero:
             return
@@ -167,7 +166,7 @@ class LearningCurves(StepMetrics):
         axes.margins(x=0.02)
 
     def state_dict(self) -> dict[str, Any]:
-        """The points so far, so that a resumed run draws the complete curves."""
+        """The points so far."""
         return {"history": {name: list(points) for name, points in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -199,9 +198,9 @@ def held_out(name: str) -> str:
 
 
 def centered_mean(values: list[float], width: int) -> list[float]:
-    """Centered moving average over `width` values, and over fewer values near the two ends.
+    """Centered moving average over `width` values.
 
-    The window is always symmetric, so that a straight line is unchanged and the average does not lag.
+    The window has fewer values near the ends, and is always symmetric, so that the average does not lag.
     """
     half, last = (width - 1) // 2, len(values) - 1
     sides = [min(half, i, last - i) for i in range(len(values))]

@@ -1,4 +1,4 @@
-"""A callback that saves a checkpoint every `save_steps` optimizer steps, and keeps the newest `save_total_limit`."""
+"""A callback that saves checkpoints every few optimizer steps, and keeps the newest."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 class NewestCheckpoints(ModelCheckpoint):
     """Saves checkpoints every `save_steps` optimizer steps and at the end, and keeps the newest `save_total_limit`.
 
-    The settings have the same names and meanings as in TRL and ms-swift. A resumed run also keeps the checkpoint from
-    which it was resumed.
+    A resumed run also keeps the checkpoint from which it was resumed.
 
     Args:
         save_steps: Optimizer steps between two checkpoints.
         save_total_limit: Number of checkpoints to keep; null keeps all.
-        save_only_model: Save only the weights, without optimizer, schedule and pending rollout. A run cannot resume
-            from such a checkpoint.
+        save_only_model: Save only the weights. A run cannot resume from such a checkpoint.
         dirpath: Output folder; null is `checkpoints` in the run's folder.
     """
 
@@ -47,10 +45,10 @@ class NewestCheckpoints(ModelCheckpoint):
             save_on_train_epoch_end=True,
         )
         self.as_made = copy.deepcopy(self.state_dict())
-        """State of this callback in a new run: it lists no checkpoints, and has a folder only if `dirpath` is set."""
+        """State of this callback in a new run."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the checkpoints of an earlier run. For a resumed run, Lightning restores the state after this hook."""
+        """Forget the checkpoints of an earlier run. Lightning restores those of a resumed run after this hook."""
         if stage == "fit" and trainer.global_step == 0:
             self.dirpath = self.as_made["dirpath"]
             self.load_state_dict(copy.deepcopy(self.as_made))
@@ -58,7 +56,7 @@ class NewestCheckpoints(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """At the end of the last epoch, save a checkpoint of the last step, as Hugging Face's Trainer does."""
+        """At the end of the last epoch, save a checkpoint of the last step."""
         super().on_train_epoch_end(trainer, pl_module)
         if is_last_step_due(self, trainer):
             self.save_last_step(trainer)
@@ -78,10 +76,8 @@ class NewestCheckpoints(ModelCheckpoint):
 def is_last_step_due(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
     """True if a callback must save the last step at the end of this epoch, and not in `on_train_end`.
 
-    For a checkpoint from which a run can resume, `on_train_end` would be too late. When the callback's `on_train_end`
-    runs, `WeightAveraging` may have replaced the weights by their average, and no run could resume from the average. No
-    run resumes from a checkpoint that has only weights. A callback that saves such checkpoints saves the last step in
-    `on_train_end`, with the average if there is one.
+    In `on_train_end`, `WeightAveraging` may have replaced the weights by their average, and no run could resume from
+    the average. A callback that saves only weights saves the last step in `on_train_end`.
     """
     return not callback.save_weights_only and is_last_epoch(trainer)
 

@@ -50,14 +50,12 @@ class ProgressBar(LightningProgressBar):
     """Shows the progress of a run in one line: phase, optimizer steps, rate, ETA, reward, and trend of the reward.
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
-    Metrics that the module logs with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100
-    steps. An arrow after the reward shows the trend of the reward. For the trend, the rewards of the latest k rollouts
-    (k is at most 20) are compared with the rewards of the k rollouts before them. The small bars after the arrow show
-    the rewards of the entire run. During validation, test and prediction, the line shows the number of finished
-    batches. While a batch is sampled, the line also shows the number of complete decoding steps and the maximum of this
-    number, for example `128/512 tokens`. A decoding step samples one token of every unfinished completion.
+    Metrics logged with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100 steps. An arrow
+    compares the rewards of the latest k rollouts (k is at most 20) with the rewards of the k rollouts before them.
+    Small bars show the rewards of the entire run. During validation, test and prediction, the line shows the number of
+    finished batches, and during sampling the decoding steps (`128/512 tokens`).
 
-    In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end, without escape codes.
+    In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end.
 
     Args:
         refresh_rate: Optimizer steps (or evaluation batches) between refreshes; 0 disables the line.
@@ -81,10 +79,10 @@ class ProgressBar(LightningProgressBar):
         self.started: float | None = None
         self.total: int | None = None
         self.evaluation = ""
-        """Name of the running evaluation; "" if none is running. Sampling by other callbacks is not an evaluation."""
+        """Name of the running evaluation; "" if none is running."""
 
         self.batches = (0, 0.0)
-        """Batches of the running evaluation: (number of finished batches, number of all batches)."""
+        """Batches of the running evaluation: (finished, all)."""
 
     def enable(self) -> None:
         """Show the line."""
@@ -111,11 +109,11 @@ class ProgressBar(LightningProgressBar):
         self.reset()
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the line at the first epoch. In a resumed run, the line begins at the step of the run."""
+        """Start the line at the first epoch."""
         self.start(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the line if the run resumes within an epoch, because Lightning then omits `on_train_epoch_start`."""
+        """Start the line. Lightning omits `on_train_epoch_start` if the run resumes within an epoch."""
         self.start(trainer)
 
     def start(self, trainer: L.Trainer) -> None:
@@ -130,7 +128,7 @@ class ProgressBar(LightningProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a finished optimizer step and show its metrics."""
+        """Count a finished optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         values = logged_this_step(trainer)
@@ -212,7 +210,7 @@ class ProgressBar(LightningProgressBar):
             self.show(trainer, is_due=True)
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Keep the last state of the line. In a training run, the line of training replaces it."""
+        """Keep the last state of the line, unless the line of training replaces it."""
         self.end_evaluation(is_kept=self.leave and trainer.state.fn == TrainerFn.VALIDATING)
 
     def on_test_end(self, *_: Any) -> None:
@@ -267,7 +265,7 @@ class ProgressBar(LightningProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the metrics of the last rollout and the last step, and the metrics logged with `prog_bar=True`."""
+        """Metrics of the last rollout and step, and those logged with `prog_bar=True`."""
         shown: dict[str, int | str | float | dict[str, float]] = {
             label: text_of(float(self.values[name])) for label, name in SHOWN.items() if name in self.values
         }
@@ -310,7 +308,7 @@ class Part(NamedTuple):
 
 
 def training_text(state: State, width: int | None) -> Text:
-    """Line of a training run, for a terminal of `width` columns, or for a log file if `width` is None."""
+    """Line of a training run, for a terminal, or for a log file if `width` is None."""
     steps = f"{state.step}" if state.total is None else f"{state.step:{len(str(state.total))}}/{state.total}"
     pace, trend = state.seconds_per_step, trend_of(state.rewards)
     parts = [Part(state.phase.ljust(PHASE_WIDTH), 0, "cyan") if width else Part(f"step {steps.strip()}", 0)]
@@ -333,14 +331,9 @@ def training_text(state: State, width: int | None) -> Text:
 
 
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
-    """Join the parts that fit into a line.
+    """Join the parts that fit into a line of `width` columns, or all parts if `width` is None.
 
-    `Part.rank` determines which parts are chosen. A bar after the second part fills the free columns.
-
-    Args:
-        parts: Parts, in the order of the line.
-        width: Width of the line in columns; None uses all parts and draws no bar.
-        fraction: Fraction of the bar that is filled; None draws no bar.
+    A bar after the second part fills the free columns. Without `width` or `fraction`, there is no bar.
     """
     if width is None:
         return Text(", ".join(part.text.strip() for part in parts))
@@ -397,7 +390,7 @@ def clock(seconds: float) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Format a number with three digits, or as an integer if it is large. Convert a mapping to text, and keep text."""
+    """Format a number with three digits, or as an integer if it is large."""
     if isinstance(value, str | Mapping):
         return str(value)
     number = float(value)

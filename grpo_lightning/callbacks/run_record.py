@@ -34,7 +34,7 @@ class RunRecord(L.Callback):
     - `command`, `seed` and `versions`;
     - `started` and `ended`: times in seconds since 1970;
     - `status`: `running`, `finished`, `interrupted` or `failed` (the status of a killed run stays `running`);
-    - `error` (only if an exception ended the run): type, message and traceback of the exception;
+    - `error` (only if an exception ended the run): type, message and traceback;
     - `step`: number of optimizer steps done;
     - `resumed_at_step`: the step at which the run resumed, or null for a new run;
     - `device`: accelerator, name, strategy, precision, and the numbers of devices, nodes, ranks and CPU threads;
@@ -70,7 +70,7 @@ class RunRecord(L.Callback):
         self.write(trainer, "interrupted" if trainer.interrupted else "finished")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the run, which has ended, so that an error in a later run does not change the record of this run."""
+        """Forget the run, so that a later error does not change its record."""
         self.folder = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -118,7 +118,7 @@ def device_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """Commit of the current folder's git repository, and whether its files have changes; {} without a repository."""
+    """Commit of the current folder's git repository, and whether files differ; {} without a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

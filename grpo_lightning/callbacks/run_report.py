@@ -15,13 +15,12 @@ log = logging.getLogger(__name__)
 class RunReport(RunRecord):
     """Writes `report.html` in the run's folder when the run ends, even if it ends with an error.
 
-    The page is the same as the page of `grpo-lightning report`. It is one file that loads no other files. The page
-    shows what `CompletionLog`, `BeforeAfter` and the logger of `metrics.csv` have written into the folder. The callback
-    also writes `run.json`, as `RunRecord` does.
+    The page is that of `grpo-lightning report`. The page shows what `CompletionLog`, `BeforeAfter` and the logger of
+    `metrics.csv` have written into the folder. The callback also writes `run.json`, as `RunRecord` does.
 
     Args:
-        max_completions: Maximum number of completions whose texts are in the page. If a run has more completions, the
-            page contains only every n-th rollout, with the smallest n that keeps this limit.
+        max_completions: Maximum number of completions with texts in the page. If a run has more, the page contains only
+            every n-th rollout.
         dirpath: Folder of the run's files and of the report; null is the run's folder.
     """
 

@@ -1,4 +1,4 @@
-"""Summary at the end of a training run: first and last rewards, tokens, time by phase, and places of the results."""
+"""Summary at the end of a training run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_lightning.training.metrics import logged_this_step
 from grpo_lightning.training.signals import GracefulStop
 
 ENDS = 20
-"""Maximum number of rollouts at the start of a run, and at its end, over which rewards are averaged."""
+"""Maximum number of rollouts at both ends of a run over which rewards are averaged."""
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -46,10 +46,10 @@ FILES = {
 class RunSummary(StepMetrics):
     """Prints a summary when a training run ends or is stopped by a signal. `fit` adds this callback by default.
 
-    The summary shows the mean reward of the first rollouts and the mean reward of the last rollouts. Each mean is taken
-    over a tenth of all rollouts, but over at most 20 rollouts. Tokens are counted over all ranks. The time of a phase
-    is the time of the slowest rank. The time "other" is the rest of the run, that is, loading, evaluation and
-    checkpoints. Counts and times of a resumed run do not include the steps before it was resumed.
+    The summary shows the mean rewards of the first and of the last tenth of the rollouts, at most 20 each. Tokens are
+    counted over all ranks. The time of a phase is the time of the slowest rank. The time "other" is the rest of the run
+    (loading, evaluation, checkpoints). Counts and times of a resumed run do not include the steps before it was
+    resumed.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class RunSummary(StepMetrics):
         self.folder: Path | None = None
         self.started = time.monotonic()
         self.started_at = time.time()
-        """The time of day at which the run started or resumed, for comparison with the times of files."""
+        """The time at which the run started or resumed."""
         self.first_step = 0
         self.step = -1
         self.latest: dict[str, float] = {}
@@ -79,7 +79,7 @@ class RunSummary(StepMetrics):
         self.first_step = self.step = trainer.global_step
 
     def note(self, trainer: L.Trainer) -> None:
-        """Record what the last finished step has logged. Another call for the same step adds to the record."""
+        """Record what the last finished step has logged."""
         if trainer.global_step != self.step:
             self.count()
             self.step = trainer.global_step
@@ -98,12 +98,12 @@ class RunSummary(StepMetrics):
             self.rewards.append(values[REWARD])
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Print the summary of a finished run, after the output of other callbacks at the end of the run."""
+        """Print the summary of a finished run, after the output of other callbacks."""
         if stage == "fit":
             self.show(trainer, "Stopped" if trainer.interrupted else "Finished")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Print the summary if a signal has stopped the run. If an error has ended the run, print no summary."""
+        """Print the summary if a signal, and not an error, has stopped the run."""
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self.note(trainer)
             self.show(trainer, "Stopped")
@@ -131,7 +131,7 @@ class RunSummary(StepMetrics):
         self.folder = None
 
     def results(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
-        """Rewards in training, and those of the held-out prompts if `BeforeAfter` has evaluated them."""
+        """Rewards in training, and those of `BeforeAfter`."""
         arrow = "→" if draws_bars() else "->"
         if len(self.rewards) > 1:
             k = min(max(len(self.rewards) // 10, 1), ENDS)
@@ -165,8 +165,7 @@ class RunSummary(StepMetrics):
 def places(trainer: L.Trainer, folder: Path, started_at: float = 0.0) -> Iterator[tuple[str, str]]:
     """For each result, yield a label, and the path of the result or the command that creates it.
 
-    A report that is older than `started_at`, when the run started or resumed, lacks the steps since then. Therefore,
-    the command is yielded instead.
+    A report older than `started_at` lacks the latest steps, so the command is yielded instead.
     """
     folder = relative_path(folder)
     if folder.is_dir():
@@ -187,10 +186,7 @@ def places(trainer: L.Trainer, folder: Path, started_at: float = 0.0) -> Iterato
 
 
 def last_checkpoint(callback: L.Callback) -> Path | None:
-    """Return the best checkpoint of a callback, or its last checkpoint if the callback monitors no metric.
-
-    The result is None if the callback has saved no checkpoint, or if the checkpoint no longer exists.
-    """
+    """Return the best checkpoint of a callback, or its last checkpoint if the callback monitors no metric."""
     if isinstance(callback, GracefulStop):
         return callback.checkpoint
     path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""
@@ -198,5 +194,5 @@ def last_checkpoint(callback: L.Callback) -> Path | None:
 
 
 def relative_path(path: Path) -> Path:
-    """Make a path relative to the current folder if the path is inside this folder. If not, return it unchanged."""
+    """Make a path relative to the current folder if the path is inside this folder."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path

@@ -10,10 +10,8 @@ import lightning as L
 class StepMetrics(L.Callback):
     """Calls `note` when an optimizer step has ended, and again when all metrics of the step have been logged.
 
-    Some metrics of a step, for example `time/update`, are logged only after this callback's `on_train_batch_end`,
-    because they are logged by the same hook of later callbacks or of the LightningModule. The second call is therefore
-    made at the start of the next step. After the last step of an epoch, the second call is made before Lightning
-    discards the metrics of the epoch.
+    Some metrics of a step, for example `time/update`, are logged only after this callback's `on_train_batch_end`. The
+    second call is therefore made at the start of the next step or at the end of the epoch.
     """
 
     def note(self, trainer: L.Trainer) -> None:

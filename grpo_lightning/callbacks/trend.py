@@ -1,4 +1,4 @@
-"""Trend of a metric over a run, shown as an arrow and as a line of bars that fits into one line of a terminal."""
+"""Trend of a metric over a run, as an arrow and as a line of bars."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LEVELS = "▁▂▃▄▅▆▇█"
 ARROWS = {"rising": "↑", "falling": "↓", "level": "→"}
 
 MAX_WINDOW = 20
-"""Maximum number of latest values that are compared with the same number of values before them."""
+"""Maximum number of latest values that are compared."""
 
 MIN_WINDOW = 3
-"""Minimum number of latest values that are compared; if there are fewer, there is no trend."""
+"""Minimum number of latest values that are compared."""
 
 Trend = Literal["rising", "falling", "level"]
 
@@ -24,9 +24,9 @@ def trend_of(values: Sequence[float]) -> Trend | None:
     """Direction of the latest values of a metric; None if there are fewer than 2 x `MIN_WINDOW` values.
 
     The mean of the last k of n values is compared with the mean of the k values before them, where k = min(20, n / 2),
-    rounded down. The standard error of the difference is sqrt((var_1 + var_2) / k), where var_1 and var_2 are the
-    variances of these two sets of k values. If the absolute difference is larger than its standard error, the direction
-    is "rising" or "falling"; otherwise, it is "level".
+    rounded down. The standard error of the difference is sqrt((var_1 + var_2) / k), with the variances of the two sets.
+    If the absolute difference is larger than its standard error, the direction is "rising" or "falling". If not, the
+    direction is "level".
     """
     k = min(len(values) // 2, MAX_WINDOW)
     if k < MIN_WINDOW:
@@ -39,11 +39,7 @@ def trend_of(values: Sequence[float]) -> Trend | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw all values of a run, in their order, as a line of at most `width` bars.
-
-    Each bar shows the mean of about the same number of values. The smallest mean has the lowest bar, and the largest
-    mean has the highest bar.
-    """
+    """Draw all values of a run as a line of at most `width` bars, each the mean of about the same number of values."""
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]
     means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]

@@ -24,7 +24,7 @@ WATCHED = "rollout"
 """The phase in which engines report progress: the update of the engine's weights, followed by sampling."""
 
 SIGNALS = ("SIGUSR2", "SIGUSR1", "SIGVTALRM")
-"""Candidates for the signal that interrupts the main thread: the first one that has no handler yet is used."""
+"""Candidates for the signal that interrupts the main thread. The first one without a handler is used."""
 
 EXIT_STATUS = 75
 """Exit status if the main thread does not react: EX_TEMPFAIL, "try again later"."""
@@ -36,31 +36,27 @@ LOOKS = 20
 class StallInterrupt(SystemExit):
     """Exception that ends a stalled rollout.
 
-    The process then prints the exception's message and exits with status 1. An engine or a reward that catches every
-    `Exception` does not catch this class, because this class is not a subclass of `Exception` (neither is
-    KeyboardInterrupt).
+    The process then prints the message and exits with status 1. This class is not a subclass of `Exception`, so that
+    engines and rewards do not catch it.
     """
 
 
 class Watchdog(L.Callback):
     """Ends a training run if a rollout, of training or of validation, makes no progress for `stall_seconds`.
 
-    The watchdog works with any engine. The start of the rollout counts as progress, and so does each call of
-    `on_decode`, that is, each decoding step or each completion from a server. If a rank stalls, the watchdog of
-    this rank logs the stall, writes the Python stacks of all threads to stderr, and interrupts the main thread with
-    a signal. If the main thread runs Python code, or waits in a call that a signal can interrupt, the run ends with
-    an error. In a run with one process, a checkpoint of the last optimizer step is saved first, unless the run was
-    validating. If the main thread does not react, the process exits after `grace_seconds`, with status 75. If the
-    process has started other ranks as subprocesses, it ends them too. Ranks that torchrun or SLURM has started are
-    ended by torchrun or SLURM.
+    Each decoding step, or each completion from a server, counts as progress. If a rank stalls, the watchdog logs the
+    stall, writes the Python stacks of all threads to stderr, and interrupts the main thread with a signal. The run then
+    ends with an error. In a run with one process, a checkpoint of the last optimizer step is saved first, unless the
+    run was validating. If the main thread does not react, the process exits after `grace_seconds`, with status 75. A
+    process that has started other ranks as subprocesses also ends these.
 
-    Rewards and updates are not watched, because they report no progress while they run.
+    Rewards and updates are not watched, because they report no progress.
 
     Args:
         stall_seconds: Seconds without progress; null turns the watchdog off.
         grace_seconds: Seconds within which the main thread must end the run, including the time to save the checkpoint.
-        dirpath: Folder of the checkpoint; null is the folder of the run's other checkpoints. With null, a run that
-            saves no other checkpoints does not save this one either.
+        dirpath: Folder of the checkpoint; null is the folder of the run's other checkpoints. With null, a run without
+            other checkpoints saves none.
     """
 
     def __init__(
@@ -126,7 +122,7 @@ class Watchdog(L.Callback):
         thread.start()
 
     def watch(self, trainer: L.Trainer, stop: threading.Event) -> None:
-        """Check the clock in a separate thread until training ends or a rollout makes no progress."""
+        """Check the clock until training ends or a rollout makes no progress."""
         assert self.stall_seconds is not None
         while not stop.wait(self.stall_seconds / LOOKS):
             seconds = time.monotonic() - self.since
@@ -135,7 +131,7 @@ class Watchdog(L.Callback):
                 return
 
     def end(self, trainer: L.Trainer, stop: threading.Event, seconds: float) -> None:
-        """Interrupt the main thread so that it ends the run. If it does not end the run in time, exit."""
+        """Interrupt the main thread. If it does not end the run in time, exit."""
         step = trainer.global_step
         where = f"of an evaluation after step {step}" if self.is_evaluating else f"before step {step + 1}"
         self.message = (
@@ -158,7 +154,7 @@ class Watchdog(L.Callback):
         os._exit(EXIT_STATUS)
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal by ending a stalled rollout. If no rollout is stalled, the signal is ignored.
+        """Handle a signal by ending a stalled rollout.
 
         Raises:
             StallInterrupt: If a rollout is stalled.
@@ -171,7 +167,7 @@ class Watchdog(L.Callback):
     # -------------------------------------------------------------------------------------------------------- the end
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """After a stall of a run with one process, save a checkpoint of the state after the last optimizer step.
+        """After a stall of a run with one process, save a checkpoint of the last optimizer step.
 
         A run that was validating saves none, because the checkpoint would contain a half-finished validation.
         """

@@ -27,9 +27,8 @@ class WritePredictions(L.Callback):
     - `turns` (only in conversations): role, text and number of tokens of each turn, and for a turn of the policy also
       its finish reason and its reward.
 
-    Lines are written batch by batch, so that an interrupted run keeps its results. If a run has several ranks, and its
-    loader is not a `PromptSource`, the ranks can have different numbers of batches. In this case, all lines are written
-    at the end. A file of an earlier run is replaced.
+    Lines are written batch by batch. With several ranks and a loader that is not a `PromptSource`, all lines are
+    written at the end. A file of an earlier run is replaced.
 
     Args:
         dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
@@ -42,7 +41,7 @@ class WritePredictions(L.Callback):
         self.waiting: list[list[str]] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create an empty file. A `fast_dev_run` without `dirpath` writes nothing."""
+        """Create an empty file."""
         self.path = None
         if not is_writing(trainer, self.dirpath):
             return
@@ -88,7 +87,7 @@ class WritePredictions(L.Callback):
             print(f"Predictions: {self.path} ({self.num_lines} completions)")  # noqa: T201 - the result people look for
 
     def write(self, trainer: L.Trainer) -> None:
-        """Write the pending records of all ranks in the order of their prompts. Collective: call it on every rank."""
+        """Write the pending records of all ranks. Collective: call it on every rank."""
         lines = [line for group in interleave(gather_objects(self.waiting)) for line in group]
         self.waiting = []
         self.num_lines += len(lines)

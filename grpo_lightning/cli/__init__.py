@@ -1,4 +1,4 @@
-"""The command line. Importing it is cheap, so that help and `recipes` respond at once."""
+"""The command line. The import is cheap, so that help responds at once."""
 
 from grpo_lightning.cli.main import entry_point, instantiate, main, parse
 

@@ -45,27 +45,24 @@ log = logging.getLogger(__name__)
 
 PARTS = {"model": GRPOLightningModule, "data": PromptDataModule}
 LIMITS = {"max_epochs": None, "max_steps": -1, "max_time": None}
-# On an error, the parser would print sixty lines of usage and exit. With `exit_on_error` off, the parser raises the
-# error, and `parse_arguments` formats a short message. Abbreviated flags are off, because YAML keys cannot be
-# abbreviated.
+# With `exit_on_error` off, the parser raises errors, and `parse_arguments` formats a short message. Abbreviated flags
+# are off, because YAML keys cannot be abbreviated.
 PARSING = {"exit_on_error": False, "allow_abbrev": False}
 
 
 class Parser(LightningArgumentParser):
-    """Parser that merges the settings of several files and flags, and expands short names in files.
+    """Parser that merges the settings of several files and flags.
 
-    If two files set the same key to an object of the same class, the settings of the object are merged key by key. A
-    later list replaces an earlier list, but `key+:` or `--key+` appends to the earlier list. jsonargparse itself would
-    merge two lists of equal length item by item, so that a second list of rewards would inherit the weights of the
-    first list. Short names are values such as `optimizer: AdamW` (see `cli.config`). All access to private parts of
-    jsonargparse is in this class.
+    Settings of objects of the same class are merged key by key. A later list replaces an earlier list, but `key+:` or
+    `--key+` appends to the earlier list. jsonargparse itself would merge two lists of equal length item by item. All
+    access to private parts of jsonargparse is in this class.
     """
 
     expands_policy = False
-    """True if `policy: x` (x is the name of a model) is expanded to the `PolicyLoader` settings `name: x`."""
+    """True if `policy: x` is expanded to the `PolicyLoader` settings `name: x`."""
 
     def _apply_actions(self, cfg: Any, parent_key: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Expand short names (`optimizer: AdamW`) in settings `cfg` of a file, or of a section (`--model m.yaml`)."""
+        """Expand short names (`optimizer: AdamW`) in settings `cfg` of a file or section."""
         tree = {parent_key: cfg} if parent_key else cfg
         tree = config.in_tree(tree, expands_policy=self.expands_policy)
         return super()._apply_actions(tree[parent_key] if parent_key else tree, parent_key, *args, **kwargs)
@@ -79,7 +76,7 @@ class Parser(LightningArgumentParser):
         }
 
     def settings_flags(self) -> set[str]:
-        """Flags whose value may be a settings file. A path in `data.datasets` is a data file, not a settings file."""
+        """Flags whose value may be a settings file. A path in `data.datasets` is a data file."""
         return {
             flag
             for flag, action in self._option_string_actions.items()
@@ -94,12 +91,12 @@ class Parser(LightningArgumentParser):
                 action.help = text
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Check one setting of a file. For a list, ignore the earlier settings `cfg` to prevent a merge."""
+        """Check one setting of a file. For a list, ignore `cfg` to prevent a merge."""
         is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
         return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
     def add_class_arguments(self, class_type: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Add the arguments of a class. A logger's `save_dir` becomes optional, with the run's folder as default."""
+        """Add the arguments of a class. A logger's `save_dir` becomes optional."""
         added = super().add_class_arguments(class_type, *args, **kwargs)
         if inspect.isclass(class_type) and issubclass(class_type, Logger):
             required: set[str] = getattr(self, "required_args", set())  # older versions of jsonargparse
@@ -111,7 +108,7 @@ class Parser(LightningArgumentParser):
         return added
 
     def format_help(self, *args: Any) -> str:
-        """Help of the parser's keys, and recursively of the keys below each key whose value is an object."""
+        """Help of the parser's keys, and recursively of the keys below."""
         text = super().format_help(*args)
         described = set()
         for action in self._actions:
@@ -184,11 +181,11 @@ class GRPOCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the given command, because building the parsers of all four commands takes two seconds."""
+        """Only the given command, because building the parsers of all commands takes seconds."""
         return {self.command: super().subcommands()[self.command]}
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """Build the parser, and replace help texts of Lightning that do not apply."""
+        """Build the parser, and replace help texts."""
         super().setup_parser(*args, **kwargs)
         self.subparser.explain_key("ckpt_path", help.CKPT_PATH[self.command == "fit"])
         for key, text in help.REPLACED.items():
@@ -202,7 +199,7 @@ class GRPOCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Set defaults for short RL runs. Recipes and flags override these defaults."""
+        """Set defaults for short RL runs."""
         parser.add_argument(
             "--run_name",
             type=str | int | float | None,  # YAML reads a name such as 2024 as a number
@@ -217,17 +214,17 @@ class GRPOCLI(LightningCLI):
         )
 
     def _set_seed(self) -> None:
-        """Seed all random state. Noisy loggers are silenced first, because seeding also logs messages."""
+        """Seed all random state. Loggers are silenced first, because seeding logs messages."""
         quiet_loggers()
         super()._set_seed()
 
     # --------------------------------------------------------------------------------------------------- configuration
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments, or print the help of all settings or of the settings below a key.
+        """Parse the arguments, or print the help of settings.
 
         Raises:
-            ConfigurationError: With a short explanation, if the arguments are not valid.
+            ConfigurationError: If the arguments are not valid.
         """
         if (key := help.asked_key(args)) is not None:
             text = self.subparser.format_help()
@@ -269,8 +266,7 @@ class GRPOCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Find the checkpoint if `--ckpt_path` is `auto` or a folder.
 
-        Settings of the command line that differ from those of the checkpoint's run are logged. Lightning's own method
-        would replace the settings of the command line by those in the checkpoint.
+        Lightning's own method would replace the settings of the command line by those in the checkpoint.
         """
         settings, to_train = self.config[self.config.subcommand], self.config.subcommand == "fit"
         self.continued: Path | None = None
@@ -305,7 +301,7 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def newest_checkpoint(self, settings: Namespace) -> str | None:
-        """Find the newest complete checkpoint of the run; None if there is none and the command is `fit`.
+        """Find the newest complete checkpoint of the run; None if there is none.
 
         Raises:
             ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.
@@ -329,7 +325,7 @@ class GRPOCLI(LightningCLI):
         return None if path is None else str(path)
 
     def log_unused(self, settings: Namespace) -> None:
-        """Log that no checkpoint is used, although the run has checkpoints."""
+        """Log that no checkpoint is used, although there are checkpoints."""
         folder = runs.runs_folder(settings.trainer, settings.run_name)
         path, _ = resume.newest(resume.folders_of_run(folder))
         if path is not None and rank() == 0:
@@ -361,7 +357,7 @@ class GRPOCLI(LightningCLI):
             warnings.filterwarnings("ignore", message="The dirpath has changed from")
 
     def instantiate_classes(self) -> None:
-        """Create the run's folder, point the loggers at it, and instantiate model, data and Trainer."""
+        """Create the run's folder, and instantiate model, data and Trainer."""
         self.requested = self.without_auto()
         self.folder: Path | None = None
         self.stop: GracefulStop | None = None
@@ -385,9 +381,9 @@ class GRPOCLI(LightningCLI):
             log.info(runs.describe_devices(self.trainer))
 
     def without_auto(self) -> Namespace:
-        """The settings for config.yaml. With `fit --ckpt_path auto`, the checkpoint that was found is left out.
+        """The settings for config.yaml, without the checkpoint that `auto` found.
 
-        So a `fit` with the settings of this config.yaml starts a new run.
+        A `fit` with these settings starts a new run.
         """
         requested = self.config.clone()
         if self.is_auto and self.subcommand == "fit":
@@ -405,12 +401,12 @@ class GRPOCLI(LightningCLI):
             raise ConfigurationError(sources.with_origin(str(refusal), self.given)) from error
 
     def leave_nothing(self) -> None:
-        """Remove the run's folder, if this run created the folder and wrote no results."""
+        """Remove the run's folder if this run created it and wrote no results."""
         if self.folder is not None and self.continued is None and rank() == 0:
             runs.remove_without_results(self.folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the command. Ctrl-C while a run ends after training must not hide the error that ended the run."""
+        """Run the command. Ctrl-C at its end must not hide the error that ended the run."""
         try:
             self._run_to_end(subcommand)
         except KeyboardInterrupt as error:
@@ -444,7 +440,7 @@ class GRPOCLI(LightningCLI):
             raise
 
     def is_interrupted_early(self, error: BaseException) -> bool:
-        """True if Ctrl-C interrupted `fit` before training. Lightning has then turned it into an exit with code 1."""
+        """True if Ctrl-C interrupted `fit` before training. Lightning then exits with code 1."""
         is_by_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
         return is_by_lightning and self.stop is not None and self.stop.trainer is None
 

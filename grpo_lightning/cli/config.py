@@ -1,11 +1,8 @@
 """Expand short names in the values of settings, and find the types that these values must have.
 
-A short name is a name without its module, as in `optimizer: AdamW`, `scheduler: {class_path: Cosine}` and
-`environment: GuessTheNumber`. Other short forms are expanded too. For example, `logger: true` becomes the list of
-default loggers, and in a list of datasets, the path `a.jsonl` becomes `{json_path: a.jsonl}`. `datasets: a.jsonl`
-becomes a list with this one dataset. The parser itself accepts a class name without its module only if the name is
-unique. The name AdamW is not unique, so this module expands it to `grpo_lightning.optimizers.AdamW`, not to
-`torch.optim.AdamW`.
+A short name is a name without its module, as in `optimizer: AdamW`. The parser itself accepts a class name without its
+module only if the name is unique. The name AdamW is not unique, so this module expands it to
+`grpo_lightning.optimizers.AdamW`.
 """
 
 from __future__ import annotations
@@ -42,15 +39,7 @@ MIXTURES = ("datasets", "val_datasets", "test_datasets")
 
 
 def unset_argument(settings: Any, key: str = "") -> str | None:
-    """Error message for the first unset required argument without type annotation; None if all are set.
-
-    The parser refuses a missing argument if the argument has a type annotation. For a missing argument without an
-    annotation, the parser passes None.
-
-    Args:
-        settings: Parsed settings: objects with `class_path` and `init_args`, lists, and plain values.
-        key: Dotted key of `settings` in the configuration; empty for the entire configuration.
-    """
+    """Error message for a missing argument without type annotation. The parser passes None for such an argument."""
     if isinstance(settings, list):
         found = (unset_argument(item, f"{key}[{i}]") for i, item in enumerate(settings))
         return next(filter(None, found), None)
@@ -81,10 +70,7 @@ TRAINING_LIMITS = {
 
 
 def trains_nothing(trainer: Namespace) -> str | None:
-    """Error message if a limit of the Trainer is 0, because `fit` would then silently train nothing.
-
-    The result is None if no limit is 0.
-    """
+    """Error message if a limit of the Trainer is 0. `fit` would silently train nothing."""
     for name, values in TRAINING_LIMITS.items():
         if is_zero(value := trainer.get(name)):
             return (
@@ -95,10 +81,7 @@ def trains_nothing(trainer: Namespace) -> str | None:
 
 
 def is_zero(limit: Any) -> bool:
-    """True if a limit is 0.
-
-    A limit is a number, or a time in the form of a text (`00:00:00:00`), a mapping (`{hours: 0}`) or a timedelta.
-    """
+    """True if a limit is 0 (also `00:00:00:00` and `{hours: 0}`)."""
     if isinstance(limit, str):
         return set(re.findall(r"\d", limit)) == {"0"}
     if isinstance(limit, Mapping):
@@ -107,7 +90,7 @@ def is_zero(limit: Any) -> bool:
 
 
 def function_is_called(key: str, path: str, argument: str) -> str:
-    """Error message if `class_path` names a function (for example, a reward), and an argument has no value."""
+    """Error message if `class_path` names a function, and an argument has no value."""
     return (
         f"{key}: {path} is a function: write `{f'- {path}' if key.endswith(']') else path}`. With class_path, it would "
         f"be called when the run starts, without its argument {argument!r}. If this call is meant, write "
@@ -116,10 +99,7 @@ def function_is_called(key: str, path: str, argument: str) -> str:
 
 
 def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """The class or function in which this argument is required and has no annotation; None if there is none.
-
-    If `kind` is a class, the result may also be a base of `kind`.
-    """
+    """The class or function in which this argument is required and has no annotation."""
     for own in inspect.getmro(kind) if inspect.isclass(kind) else (kind,):
         function = vars(own).get("__init__") if inspect.isclass(own) else own
         if function is not None and (argument := inspect.signature(function).parameters.get(name)):
@@ -131,7 +111,7 @@ def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] 
 
 
 def full_name(name: Any) -> Any:
-    """Convert the name of one of the package's optimizers or schedules to its import path. Keep any other value."""
+    """Convert the name of an optimizer or schedule of the package to its import path."""
     for home in NAMED.values() if isinstance(name, str) and name.isidentifier() else ():
         kind = getattr(home, name, None)
         if inspect.isclass(kind) and kind.__module__ == home.__name__:
@@ -140,13 +120,13 @@ def full_name(name: Any) -> Any:
 
 
 def full_name_of_environment(name: Any) -> Any:
-    """Convert the name of one of the package's environments or tools to its import path. Keep any other value."""
+    """Convert the name of an environment or tool of the package to its import path."""
     is_own = isinstance(name, str) and name in environments.__all__
     return f"{environments.__name__}.{name}" if is_own else name
 
 
 def environment_in_full(value: Any) -> Any:
-    """Expand short names in the setting `model.environment`, including the tools of the class `Tools` and of a list."""
+    """Expand short names in `model.environment`, also in a list, and in the tools of `Tools`."""
     if isinstance(value, list):
         return [environment_in_full(item) for item in value]
     if not isinstance(value, Mapping) or "class_path" not in value:
@@ -160,7 +140,7 @@ def environment_in_full(value: Any) -> Any:
 
 
 def in_flags(args: Sequence[str], *, expands_policy: bool = False) -> list[str]:
-    """Expand short names in flags (`--model.optimizer=AdamW`). In files, the parser expands them."""
+    """Expand short names in flags (`--model.optimizer=AdamW`)."""
     full = list(args)
     for i, flag, value in pairs(args):
         *sections, key = flag.removeprefix("--").split(".")
@@ -210,10 +190,9 @@ def in_tree(tree: Any, *, expands_policy: bool = False) -> Any:
 
 
 def mixture_in_full(mixture: Any, key: str, *, is_appended: bool) -> Any:
-    """Convert the path of a data file, or paths in a list of datasets, to dataset entries.
+    """Convert paths of data files to dataset entries.
 
-    The path of a YAML file is not converted. However, a YAML file is refused in a list, and in a value that is appended
-    to a list (`datasets+`), because a list can name only data files.
+    The path of a YAML file is not converted. A YAML file in a list, or in an appended value (`datasets+`), is refused.
 
     Raises:
         ConfigurationError: If an item is neither settings nor the path of a data file.
@@ -252,7 +231,7 @@ def model_in_full(model: Mapping[str, Any], *, expands_policy: bool) -> dict[str
 
 
 def is_name(policy: Any) -> bool:
-    """True if a policy is given as text, and this text is not the class path of `PolicyLoader`."""
+    """True if a policy is given as text, but not by the class path of `PolicyLoader`."""
     return isinstance(policy, str) and bool(policy) and policy.rpartition(".")[2] != "PolicyLoader"
 
 
@@ -281,16 +260,15 @@ def members(hint: Any) -> list[Any]:
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """Return the class that is configured by the keys below a key; None if the user has to name it (`class_path`).
+    """Return the class that the keys below a key configure; None if the user has to name it (`class_path`).
 
-    For example, `model.policy.lora.rank` sets an argument of `LoRA`, the class of the key `lora`. The class is the
-    first of these that exists:
+    The class is the first of these that exists:
 
     - the key's type, if this type is a dataclass
     - the class that the key's default names
     - the key's type, if this type is a class of this package without subclasses
 
-    If the key holds a list, the type of the list's items is used as the key's type.
+    For a list, the type of the items is used as the key's type.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])
@@ -305,7 +283,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments of a class or function, with their types, except arguments that the caller of a `Callable` passes."""
+    """Arguments with their types, except arguments that the caller of a `Callable` passes."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)
@@ -319,13 +297,13 @@ def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
 
 
 def num_call_arguments(hint: Any) -> int:
-    """Number of arguments that the caller of a `Callable[[...], ...]` passes. These arguments are not settings."""
+    """Number of arguments that the caller of a `Callable[[...], ...]` passes."""
     signatures = [get_args(kind)[:1] for kind in members(hint) if get_origin(kind) is Callable]
     return next((len(own[0]) for own in signatures if own and isinstance(own[0], list)), 0)
 
 
 def named_classes(hint: Any) -> list[type]:
-    """Return the classes that a key accepts, including all subclasses, with the classes of this package first."""
+    """Return the classes that a key accepts, with all subclasses, those of this package first."""
 
     def below(kind: type) -> Iterator[type]:
         yield kind
@@ -348,7 +326,7 @@ def nested_keys(key: str, hint: Any, default: Any = None) -> Iterator[str]:
 
 
 def defaults_of_null(keys: Mapping[str, Key]) -> dict[str, dict[str, Any]]:
-    """Default values of each dataclass setting, by dotted key. These values apply if a setting is null."""
+    """Default values of each dataclass setting, by dotted key, for settings that are null."""
     kinds = {key: kind for key, own in keys.items() for kind in members(own.hint) if dataclasses.is_dataclass(kind)}
     return {
         key: {

@@ -1,7 +1,6 @@
 """Explain in one line why a setting was refused, with its file, key and value, and with the values that are allowed.
 
-The parser itself prints sixty lines of usage, and then lists one problem for each type that the value can have. This
-module extracts key and value from the parser's message, and finds the file or flag that contains this key and value.
+This module extracts key and value from the parser's message, and finds the file or flag.
 """
 
 from __future__ import annotations
@@ -126,10 +125,9 @@ class Problem(NamedTuple):
 
 
 def read_problem(message: str) -> Problem:
-    """Extract the innermost problem from the parser's message, in which problems are indented below their keys.
+    """Extract the innermost problem from the parser's message.
 
-    If a key accepts several types, the message lists one problem for each type below this key. The first of these
-    problems that concerns a nested key is chosen.
+    If a key accepts several types, the first problem of a nested key is chosen.
     """
     names: list[str] = []
     text: list[str] = []
@@ -153,7 +151,7 @@ def read_problem(message: str) -> Problem:
 
 
 def explain(message: str, keys: Mapping[str, Key], sources: Sequence[Source]) -> str:
-    """Replace the parser's message by file, key, value and what is allowed. A message of unknown form is shortened."""
+    """Replace the parser's message by file, key, value and what is allowed."""
     required = r'following arguments are required: (.+?)(?:\. Got value: .*)?$|Key "([^"]+)" is required'
     if missing := re.search(required, message, re.MULTILINE):
         names, owner = (missing[1] or missing[2]).split(", "), read_problem(message)
@@ -247,7 +245,7 @@ def unknown_at_top(names: Sequence[str], keys: Mapping[str, Key], sources: Itera
 
 
 def beside_class_path(problem: Problem, sources: Iterable[Source]) -> str | None:
-    """Error message for a mapping with unknown keys next to `class_path`. These keys belong in `init_args`."""
+    """Error message for a mapping with unknown keys next to `class_path`."""
     # The form of the parser's message depends on the types that the key accepts, so the settings are examined instead.
     for place in places(sources, problem.names[:1]):
         for key, value in leaves(place.value, place.key):
@@ -286,7 +284,7 @@ def unknown_below(problem: Problem, own: Key, keys: Mapping[str, Key], sources: 
 
 
 def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None = None, kind: str = "") -> str:
-    """Error message for an unknown key, with suggestions and the allowed keys (the arguments of `kind`, if given)."""
+    """Error message for an unknown key, with suggestions and the allowed keys."""
     group, _, name = key.rpartition(".")
     allowed = sorted(allowed)
     near = [f"{group}.{other}" if group else other for other in nearest(name, allowed)]
@@ -305,7 +303,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
 
 
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
-    """Error message for an invalid import path, an unknown class name, or a class that the key does not accept."""
+    """Error message for an invalid import path, or a class that the key does not accept."""
     named = r"class_path '(.+?)'|Got value: Namespace\(class_path='(.+?)'|path string: (.+)$"
     named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted|class, but (\S+) is abstract"
     if named_classes(own.hint) or "expects a function" in problem.text:
@@ -327,10 +325,7 @@ def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str |
 
 
 def name_of_fragment(key: str, name: str) -> str | None:
-    """Error message if an objective is given by the name of a recipe of the folder `objectives`.
-
-    The result is None for any other value.
-    """
+    """Error message if an objective is given by the name of a recipe."""
     is_objective = key.removesuffix(".class_path") == "model.objective"
     if not is_objective or (fragment := find_fragment("objectives", name)) is None:
         return None
@@ -338,10 +333,7 @@ def name_of_fragment(key: str, name: str) -> str | None:
 
 
 def refusal(path: str, text: str) -> str | None:
-    """Reason why the parser refuses a class or function that can be imported; None if `text` contains no reason.
-
-    `text` is the parser's message.
-    """
+    """Reason why the parser refuses a class or function that can be imported."""
     module_name, _, name = path.rpartition(".")
     value = getattr(import_module(module_name), name)
     if inspect.isabstract(value):
@@ -359,7 +351,7 @@ def refusal(path: str, text: str) -> str | None:
 
 
 def import_problem(path: str, hint: Any, key: str) -> str | None:
-    """Reason why a value is no import path, or is an invalid import path; None if the import path is valid."""
+    """Reason why a value is no valid import path."""
     if "." not in path.strip("."):
         names = {kind.__name__ for kind in named_classes(hint) if not inspect.isabstract(kind)}
         near = nearest(path, sorted(names))
@@ -382,7 +374,7 @@ WORDS = {
     r"Not a valid subclass of (\w+)": "{}",
     r"Expected a <class 'NoneType'>": "null",
 }
-"""Patterns of the parser's descriptions of types, and the words that replace them in error messages."""
+"""Patterns of the parser's descriptions of types, and the words that replace them."""
 
 
 def wrong_value(problem: Problem, sources: Iterable[Source]) -> str | None:
@@ -441,10 +433,7 @@ def missing_keys(names: Iterable[str], keys: Mapping[str, Key]) -> str:
 
 
 def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> str:
-    """Error message for missing required arguments of an object. `owner` names the key and the class of the object.
-
-    If `owner` names a function, the message shows how to give the function itself as the value, without a call.
-    """
+    """Error message for missing required arguments of an object."""
     place, key = object_without(owner, names, sources)
     if owner.kind and not inspect.isclass(locate(owner.kind)):
         return place.say(function_is_called(key, owner.kind, names[0]))
@@ -469,7 +458,7 @@ def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Sourc
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag `--key.name` if `key` takes one value of any type. The parser accepts these flags."""
+    """Error message for a flag `--key.name` if `key` takes one value. The parser accepts these flags."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])
@@ -480,7 +469,7 @@ def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str |
 
 
 def unknown_name(trainer: Any) -> str | None:
-    """Error message with the known names if the strategy or the accelerator is unknown; None if both are known."""
+    """Error message with the known names if the strategy or the accelerator is unknown."""
     from grpo_lightning.training.strategies import is_supported
 
     strategies = {name: entry["strategy"] for name, entry in StrategyRegistry.items()}
@@ -499,7 +488,7 @@ def unknown_name(trainer: Any) -> str | None:
 
 
 def missing_accelerator(name: Any) -> str | None:
-    """Error message for an accelerator that this machine lacks; None if it is available."""
+    """Error message for an accelerator that this machine lacks."""
     kinds = {name: entry["accelerator"] for name, entry in AcceleratorRegistry.items()}
     available = [name for name, kind in kinds.items() if kind.is_available()]
     wanted = ("cuda", "mps") if name == "gpu" else (name, "auto")

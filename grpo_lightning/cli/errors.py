@@ -31,8 +31,7 @@ class ConfigurationError(ValueError):
 def rank() -> int:
     """Global rank of this process, from the launcher's environment variables; 0 without a launcher.
 
-    If only local rank and node rank are known, the result is the larger of the two. Like the global rank, it is 0 only
-    for the first process of the first node.
+    If only local rank and node rank are known, it is the larger of the two, so that only one process has rank 0.
     """
     given = {name: int(os.environ[name]) for name in ("RANK", *RANKS) if os.environ.get(name, "").isdigit()}
     return given.get("RANK", max(given.values(), default=0))
@@ -42,9 +41,8 @@ def rank() -> int:
 def short_errors() -> Iterator[None]:
     """Print errors in configuration and data as `error: ...` on stderr and exit with code 2.
 
-    All ranks read the same configuration, so only rank 0 prints an error of the set-up. An error inside Lightning's
-    loops may concern a single rank, so every rank prints its own error. If a rank fails because another rank has
-    exited, the failed rank prints only one line, which refers to the error message of the other rank.
+    Only rank 0 prints an error of the set-up. An error inside Lightning's loops may concern a single rank, so every
+    rank prints its own error. A rank that fails because another rank has exited prints one line, and exits with code 1.
     """
     try:
         yield
@@ -63,7 +61,7 @@ def short_errors() -> Iterator[None]:
 
 
 class InterruptedFailureError(KeyboardInterrupt):
-    """Ctrl-C while a run ends because of an error. Its traceback contains the error."""
+    """Ctrl-C while a run ends because of an error."""
 
 
 def has_failed_before(interrupt: KeyboardInterrupt) -> bool:
@@ -78,8 +76,7 @@ def has_failed_before(interrupt: KeyboardInterrupt) -> bool:
 def short_interrupt(command: str) -> Iterator[None]:
     """Print one line for a KeyboardInterrupt (Ctrl-C), and exit with code 130, as shells expect.
 
-    From the start of training on, Ctrl-C does not get here. `GracefulStop` handles the first signal, and Lightning the
-    second. `GRPOCLI` handles Ctrl-C while a run ends.
+    From the start of training on, `GracefulStop` handles Ctrl-C.
     """
     try:
         yield
@@ -97,7 +94,7 @@ def short_interrupt(command: str) -> Iterator[None]:
 def fixable_error(error: BaseException | None) -> BaseException | None:
     """Return the error if a user can fix it, else None.
 
-    If the error is the parser's wrapper around an error of a constructor, the constructor's error is returned.
+    For the parser's wrapper around an error of a constructor, the constructor's error is returned.
     """
     while error is not None and not is_expected(error):
         if innermost_module(error) != "jsonargparse":
@@ -117,7 +114,7 @@ def is_expected(error: BaseException) -> bool:
 
 
 def without_wandb_login(error: BaseException) -> ConfigurationError | None:
-    """Error with advice if W&B is not logged in; None for any other error."""
+    """Error with advice if W&B is not logged in."""
     if innermost_module(error) != "wandb" or not re.search(r"api[ _]key|log ?in", str(error), re.IGNORECASE):
         return None
     return ConfigurationError(
@@ -167,7 +164,7 @@ def is_quoted(cause: BaseException, error: BaseException) -> bool:
 
 
 def lines(error: BaseException) -> list[str]:
-    """Format an error as lines with its message, its cause and location, and a way to see the traceback."""
+    """Format an error as lines."""
     message = [f"error: {error}"]
     if isinstance(error, ConfigurationError) or plain_refusal(error) is not None:
         return message

@@ -10,11 +10,9 @@ from grpo_lightning.cli.hub import check_push, push
 
 
 def run(args: list[str]) -> None:
-    """Export a checkpoint. For the errors that it raises, see `grpo_lightning.training.checkpoint_export.export`.
+    """Export a checkpoint. For errors, see `grpo_lightning.training.checkpoint_export.export`.
 
-    If the run kept its frozen weights quantized, the printed summary states that the export uses the weights in full
-    precision. An exported adapter must be loaded with the base model in full precision. In a merged export, the adapter
-    is merged into the base model in full precision.
+    If the run kept its frozen weights quantized, the adapter still belongs to the base model in full precision.
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")

@@ -1,8 +1,6 @@
 """Help of each command on one screen, without importing torch.
 
-`fit --help` shows the settings that most runs set, by group. Their names, defaults and descriptions are read from the
-signatures and docstrings in the source files. `fit --help-all` shows every setting. The text of `--help-all` is
-formatted by `cli.app`.
+Names, defaults and descriptions of settings are read from the source files. `cli.app` formats the text of `--help-all`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ DESCRIPTIONS = {
     "test": "Evaluate as validate does, logged as test/... --ckpt_path takes a file, or auto.",
     "predict": "Write completions to the prompts of the data. --ckpt_path takes a file, or auto.",
 }
-"""Description of each command, for `--help-all`. The short help shows only the first sentence."""
+"""Description of each command. The short help shows only the first sentence."""
 
 EXAMPLES = {
     "fit": "--config quickstart --seed_everything=1",
@@ -66,7 +64,7 @@ REPLACED = {
     "trainer.strategy": "auto, ddp, fsdp2, zero1, zero2, zero3 or zero3_offload; or a strategy by its class.",
     "trainer.precision": "32-true, bf16-mixed, 16-mixed or bf16-true. Null is 32-true.",
 }
-"""Help texts by key. They replace texts of Lightning and the parser that do not fit this package."""
+"""Help texts by key, which replace those of Lightning and the parser."""
 
 
 class Group(NamedTuple):
@@ -129,13 +127,7 @@ GROUPS = {
 
 
 def command_parser(command: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Make the argument parser of a command. The help of the command ends with examples.
-
-    Args:
-        command: "export", "recipes copy", ...
-        description: Purpose of the command.
-        examples: Command lines without "grpo-lightning".
-    """
+    """Make the argument parser of a command. The help ends with `examples`, given without "grpo-lightning"."""
     lines = [f"  grpo-lightning {example}" for example in examples]
     return argparse.ArgumentParser(
         prog=f"grpo-lightning {command}",
@@ -157,7 +149,7 @@ def asks_for_short_help(args: Sequence[str]) -> bool:
 
 
 def asked_key(args: Sequence[str]) -> str | None:
-    """The key whose settings `--help-all` is to print: "" for all keys, None if the flag is not given."""
+    """The key whose settings `--help-all` prints: "" for all keys, None without the flag."""
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         if flag == ALL:
@@ -187,7 +179,7 @@ def settings_below(text: str, key: str) -> str:
 # ------------------------------------------------------------------------------------------------------- on one screen
 
 WIDTHS = range(80, 121)
-"""Minimum and maximum width of the help, in columns. Between these limits, the help is as wide as the terminal."""
+"""Minimum and maximum width of the help, in columns."""
 
 FIRST_SENTENCE = re.compile(r"(?<=[.!?])\s")
 CLAUSES = re.compile(r" \(|[;:,] ")
@@ -196,12 +188,7 @@ LEAST = 12
 
 
 def short_help(command: str, module_class: type | None = None) -> str:
-    """Help of a command on one screen.
-
-    Args:
-        command: "fit", "validate", "test" or "predict".
-        module_class: The user's subclass of the module. The settings that it adds are listed, too.
-    """
+    """Help of a command on one screen, with the settings that `module_class` adds."""
     width = min(max(shutil.get_terminal_size().columns, WIDTHS[0]), WIDTHS[-1])
     name = f"grpo-lightning {command}"
     flags = [
@@ -229,7 +216,7 @@ def short_help(command: str, module_class: type | None = None) -> str:
 
 
 def heading(group: Group, settings: dict[str, Settings], width: int) -> str:
-    """Heading of a group, with its key and a description of the settings below this key."""
+    """Heading of a group, with its key and a description."""
     name = group.key.partition(".")[2]
     text = group.title or (settings[MODULE].by_name[name].text if name else settings[group.path].summary)
     return f"{emphasize(group.key)}  {brief(text, width - len(group.key) - 2)}"
@@ -242,7 +229,7 @@ def row(setting: Setting, text: str, column: int, width: int) -> str:
 
 
 def more(name: str) -> list[str]:
-    """Lines that say how to show all settings, the settings of a class, and the recipes."""
+    """Lines that say how to show more."""
     texts = {
         "Set one": "--model.sampling.temperature=0.8 (any recipe key is a flag)",
         "All settings": f"{name} {ALL}, or {ALL} model.policy",
@@ -259,10 +246,7 @@ def first_sentence(text: str) -> str:
 
 
 def brief(text: str, width: int) -> str:
-    """Return the first sentence of a description.
-
-    If this sentence is too long, return its first clauses. If these are too long too, return its first words and "...".
-    """
+    """Return the first sentence of a description, or as many clauses or words as `width` allows."""
     sentence = first_sentence(text)
     if len(sentence) <= width:
         return sentence
@@ -273,10 +257,7 @@ def brief(text: str, width: int) -> str:
 
 
 def emphasize(text: str) -> str:
-    """Make text bold in a terminal.
-
-    The text stays plain in a file, in a terminal without bold type, and if NO_COLOR is set.
-    """
+    """Make text bold in a terminal, unless NO_COLOR is set."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if is_plain else f"\x1b[1m{text}\x1b[0m"
 
@@ -305,11 +286,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(path: str) -> Settings:
-    """Read the settings of a class from its source file, without importing it.
-
-    Args:
-        path: Import path of the class.
-    """
+    """Read the settings of a class from its source file, without importing it."""
     module, _, name = path.rpartition(".")
     parts = ast.parse(source(module)).body
     owner = next(part for part in parts if isinstance(part, ast.ClassDef) and part.name == name)
@@ -324,7 +301,7 @@ def read_settings(path: str) -> Settings:
 
 
 def source(module: str) -> str:
-    """Source of a module. Only the module's top-level package is looked up, so that nothing is imported."""
+    """Source of a module, without importing it."""
     top, *names = module.split(".")
     spec = find_spec(top)
     assert spec is not None
@@ -333,7 +310,7 @@ def source(module: str) -> str:
 
 
 def fields(owner: ast.ClassDef) -> Iterator[tuple[str, str | None, str]]:
-    """Name, default and description of the fields of a dataclass. The string below a field is its description."""
+    """Name, default and description of the fields of a dataclass."""
     for part, below in zip(owner.body, [*owner.body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
@@ -342,7 +319,7 @@ def fields(owner: ast.ClassDef) -> Iterator[tuple[str, str | None, str]]:
 
 
 def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, str]]:
-    """Yield (name, default, "") for each argument of a constructor; "" takes the place of the description."""
+    """Yield (name, default, "") for each argument of a constructor."""
     given = constructor.args
     positional = given.args[1:]  # without self
     defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]
@@ -354,8 +331,7 @@ def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, s
 def in_yaml(node: ast.expr) -> str:
     """Format a default as in YAML.
 
-    The default can be null, a boolean, a number, a word, the name of a class, or an empty mapping or list. Any other
-    default becomes "".
+    A default with a complex expression becomes "".
     """
     if isinstance(node, ast.Call):  # field(default_factory=dict)
         made = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "default_factory"]

@@ -13,11 +13,11 @@ HUB_SECONDS = 10.0
 
 
 def check_push(repo: str | None, *, private: bool) -> None:
-    """Before an export, check the options of the upload. If no repository is given, nothing will be uploaded.
+    """Before an export, check the options of the upload.
 
     Raises:
-        ConfigurationError: If a repository is given, and (a) the name of the repository is wrong, (b) the hub is
-            switched off, or (c) nobody is logged in.
+        ConfigurationError: If a repository is given, and (a) its name is wrong, (b) the hub is switched off, or (c)
+            nobody is logged in.
         ConfigurationError: If no repository is given, and `private` is true.
     """
     if repo is None:
@@ -41,19 +41,12 @@ def check_push(repo: str | None, *, private: bool) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload a folder as a model, into a new repository or an existing one.
+    """Upload a folder as a model to the repository `repo` (OWNER/NAME). Returns: the model's address.
 
-    Args:
-        folder: Folder of the model.
-        repo: OWNER/NAME.
-        private: Whether a new repository is private.
-
-    Returns:
-        Address of the model.
+    If the repository is new, `private` makes it private.
 
     Raises:
-        ConfigurationError: If the hub cannot be reached or refuses the upload. The upload does not change the local
-            `folder`, so the exported model is still complete there.
+        ConfigurationError: If the hub cannot be reached or refuses the upload.
     """
     from huggingface_hub import HfApi
 
@@ -71,7 +64,7 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
 
 @contextlib.contextmanager
 def restored_mode() -> Iterator[None]:
-    """At the end of the `with` block, restore the offline mode that `huggingface_hub` had before the block."""
+    """At the end of the `with` block, restore the offline mode of `huggingface_hub`."""
     from huggingface_hub import constants
 
     mode = constants.HF_HUB_OFFLINE
@@ -82,10 +75,9 @@ def restored_mode() -> Iterator[None]:
 
 
 def go_offline_if_unreachable() -> None:
-    """Switch `huggingface_hub` to offline mode if the hub cannot be reached, and print a line that says so.
+    """Switch `huggingface_hub` to offline mode if the hub cannot be reached.
 
-    Without a network, `huggingface_hub` repeats the request for every file several times, with pauses in between. This
-    function sends a single request, so that a command that loads several files waits only once.
+    Otherwise, `huggingface_hub` would repeat the request for every file several times, with pauses.
     """
     from huggingface_hub import constants, get_session
 

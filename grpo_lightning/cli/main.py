@@ -1,4 +1,4 @@
-"""Entry point of the command line, for example of `grpo-lightning fit --config recipes/quickstart.yaml`.
+"""Entry point of the command line.
 
 torch and Lightning are imported only by the commands that need them.
 """
@@ -44,13 +44,12 @@ COMMANDS = TRAINER_COMMANDS | OWN_COMMANDS
 def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModule] | None = None) -> GRPOCLI | None:
     """Run a command line.
 
-    If there is an error in configuration or data, a message of a few lines is printed and, as in argparse,
-    SystemExit(2) is raised. Ctrl-C before training raises SystemExit(130), after one line. With
-    GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
+    An error in configuration or data prints a short message and raises SystemExit(2). Ctrl-C before training raises
+    SystemExit(130), after one line. With GRPO_LIGHTNING_TRACEBACK=1, the error itself is raised.
 
     Args:
         args: Arguments; None uses the arguments of the process.
-        module_class: A subclass of GRPOLightningModule, to run your own module with the same recipes.
+        module_class: Your own subclass of GRPOLightningModule.
 
     Returns:
         The CLI object of `fit`, `validate`, `test` or `predict`, with its trainer, model and data module; None for the
@@ -83,10 +82,7 @@ def main(args: Sequence[str] | None = None, module_class: type[GRPOLightningModu
 
 
 def log_versions() -> None:
-    """Log the versions of the package and its main dependencies.
-
-    The versions are logged before the packages are imported, because importing takes seconds.
-    """
+    """Log the versions of the package and its main dependencies."""
     from grpo_lightning.core.log_messages import show_messages
 
     show_messages()
@@ -122,7 +118,7 @@ def unknown_command(name: str) -> str:
 def parse(args: Sequence[str], module_class: type[GRPOLightningModule] | None = None) -> Namespace:
     """Parse and validate a `fit` command line (`--config r.yaml --model.num_generations=4`).
 
-    The returned configuration has the keys trainer, model, data, seed_everything and so on. Nothing is instantiated.
+    Nothing is instantiated.
     """
     find_own_modules()
     from grpo_lightning.cli.app import ParsedCLI
@@ -140,16 +136,15 @@ def instantiate(
 
 
 def find_own_modules() -> None:
-    """Add the current folder to `sys.path`, so that a console script can import the user's own rewards."""
+    """Add the current folder to `sys.path`, for the user's own rewards."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def entry_point() -> None:
-    """Console script `grpo-lightning`. It calls `main`, but ignores the result, which would become the exit code.
+    """Console script `grpo-lightning`. It ignores the result of `main`, which would become the exit code.
 
-    If the reader of the output has left (`grpo-lightning recipes list | head -1`), the script exits quietly with code
-    141. This is the exit code of a program that SIGPIPE ends.
+    If the reader of the output has left (`... | head -1`), the script exits quietly with code 141, as after SIGPIPE.
     """
     try:
         try:

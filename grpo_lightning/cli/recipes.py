@@ -15,12 +15,10 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def folder() -> Path:
-    """Find the folder of the recipes.
-
-    If the package is installed, the folder is inside the package. In a checkout, the folder is next to the package.
+    """Find the folder of the recipes, in the installed package, or next to the package in a checkout.
 
     Raises:
-        ConfigurationError: If the recipes are in neither of these places.
+        ConfigurationError: If there is no such folder.
     """
     for candidate in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
         if (candidate / "quickstart.yaml").is_file():
@@ -29,16 +27,16 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Names of all recipes ("quickstart", "objectives/dapo"). Recipes in subfolders come last."""
+    """Names of all recipes. Recipes in subfolders come last."""
     root = folder()
     found = [path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml")]
     return sorted(found, key=lambda name: ("/" in name, name))
 
 
 def find(name: str) -> Path | None:
-    """Find the file of a recipe ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"); None if unknown.
+    """Find the file of a recipe ("quickstart", "recipes/quickstart.yaml"); None if unknown.
 
-    The folder of a recipe can be omitted ("rec_lora") if the name is unique.
+    The folder can be omitted if the name is unique.
     """
     plain = re.sub(r"^(\./)?recipes/", "", name)
     plain = re.sub(r"\.ya?ml$", "", plain)
@@ -47,7 +45,7 @@ def find(name: str) -> Path | None:
 
 
 def recipe_path(name: str) -> Path:
-    """Find the file of a recipe. Raises: ConfigurationError if it is unknown; the message lists similar names."""
+    """Find the file of a recipe. Raises: ConfigurationError if it is unknown."""
     path = find(name)
     if path is None:
         raise ConfigurationError(unknown(name))
@@ -55,7 +53,7 @@ def recipe_path(name: str) -> Path:
 
 
 def find_fragment(folder_name: str, name: str) -> str | None:
-    """Find the recipe in a folder by its name in the literature ("DAPO", "Dr. GRPO"); None if there is none."""
+    """Find the recipe in a folder by its name in the literature ("Dr. GRPO")."""
     return next(
         (known for known in names() if plain_name(known) == plain_name(name) and known.startswith(f"{folder_name}/")),
         None,
@@ -63,7 +61,7 @@ def find_fragment(folder_name: str, name: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Name of a recipe without its folder, in letters and digits only ("Dr. GRPO" and "dr_grpo" become "drgrpo")."""
+    """Name of a recipe without its folder, in letters and digits only."""
     return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower().replace("+", "plus"))
 
 
@@ -79,8 +77,7 @@ def unknown(name: str) -> str:
 def header(path: Path) -> dict[str, str]:
     """Map each label in the comments at the top of a recipe to its text.
 
-    The labels are Shows, Expect, Hardware, Command and Outputs. A comment line without a label continues the text of
-    the label above.
+    A comment line without a label continues the text above.
     """
     texts: dict[str, str] = {}
     label = "Shows"
@@ -120,12 +117,12 @@ def run(args: list[str]) -> None:
 
 
 def is_fragment(path: Path) -> bool:
-    """True for a fragment, that is, a recipe that has no data and changes another recipe."""
+    """True for a recipe that has no data and changes another recipe."""
     return "\ndata:" not in path.read_text(encoding="utf-8")
 
 
 def list_all() -> None:
-    """Print the name of each recipe and, on the next line, the first sentence about what the recipe shows."""
+    """Print the name of each recipe, and what it shows."""
     for name in names():
         print(name)
         print(f"    {first_sentence(header(recipe_path(name)).get('Shows', ''))}")
@@ -136,7 +133,7 @@ def list_all() -> None:
 
 
 def first_sentence(text: str) -> str:
-    """First sentence of a text. A full stop in the first 20 characters, or in "et al.", does not end it."""
+    """First sentence of a text, of at least 20 characters."""
     match = re.match(r".{20,}?(?<!et al)\.(?= |$)", text)
     return match[0] if match else text
 

@@ -43,10 +43,7 @@ def run(args: list[str]) -> None:
 
 
 def default_name(folders: list[Path]) -> str:
-    """Name of the file, for example `report.html` for one run and `report_3_runs.html` for three runs.
-
-    For two runs, the name is `report_<second run>_<version>.html`.
-    """
+    """Name of the file: `report.html`, `report_<second run>_<version>.html` (two runs) or `report_3_runs.html`."""
     if len(folders) == 1:
         return "report.html"
     others = f"{len(folders)}_runs" if len(folders) > 2 else "_".join(folders[1].resolve().parts[-2:])

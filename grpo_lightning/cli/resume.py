@@ -1,4 +1,4 @@
-"""Resuming from the command line: find the newest usable checkpoint, and compare its settings with this run's."""
+"""Resuming: find the newest usable checkpoint, and compare its settings with those of this run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from grpo_lightning.training.checkpoint_files import RankFiles, saved_by, was_in
 
 LIGHTNINGS_NAMES = ("best", "last", "hpc")
 WHOLE_CONFIG = "# lightning.pytorch=="
-"""Beginning of every `config.yaml` that a run writes. A `config.yaml` with a different beginning was not written by a
-run, and is ignored."""
+"""Beginning of every `config.yaml` that a run writes. Any other `config.yaml` is ignored."""
 
 MISSING = "(not set)"
 SHOWN = 20
@@ -28,12 +27,8 @@ SHOWN = 20
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """Return why a checkpoint is not usable; None if it is usable.
 
-    Without `to_train`, a checkpoint is usable if it is complete. With `to_train`, it is usable only if a run can also
-    resume training from it.
-
-    Only DeepSpeed itself can read the weights and states of a DeepSpeed checkpoint. Therefore, this function reads only
-    the file `complete.json` of such a checkpoint. This file shows whether the checkpoint is complete, and whether it
-    was saved inside an optimizer step that an error interrupted. The interruption matters only with `to_train`.
+    A usable checkpoint is complete, and with `to_train`, a run can resume from it. Only DeepSpeed itself can read a
+    DeepSpeed checkpoint, so this function reads only the checkpoint's `complete.json`.
     """
     if why := why_incomplete(path):
         return why
@@ -66,11 +61,8 @@ def newest(
 ) -> tuple[Path | None, dict[Path, str]]:
     """Find the newest usable checkpoint.
 
-    Args:
-        folders: Folders in which every checkpoint belongs to the run.
-        elsewhere: Other folders. Several runs may save checkpoints there.
-        runs: `runs/<run name>`. In the folders `elsewhere`, checkpoints of other runs are skipped.
-        to_train: Skip checkpoints from which a run cannot resume training.
+    Every checkpoint in `folders` belongs to the run. In the folders `elsewhere`, checkpoints of other runs than `runs`
+    (`runs/<run name>`) are skipped. With `to_train`, checkpoints from which a run cannot resume are skipped.
 
     Returns:
         The path of the checkpoint, and why newer checkpoints are skipped.
@@ -88,11 +80,10 @@ def newest(
 
 
 def why_of_other_run(path: Path, runs: Path) -> str | None:
-    """Return why a checkpoint does not belong to the run `runs/<run name>`, or None if it belongs to this run.
+    """Return why a checkpoint does not belong to the run `runs/<run name>`.
 
-    If the folder of the run that saved the checkpoint no longer exists, only the names of the runs are compared,
-    because the folder has perhaps been moved. A checkpoint that does not name its run counts as a checkpoint of this
-    run.
+    If the folder of the checkpoint's run no longer exists (it may have been moved), only the names of the runs are
+    compared. A checkpoint that does not name its run counts as a checkpoint of this run.
     """
     folder = saved_by(path)
     if folder is None or folder.parent.resolve() == runs.resolve():
@@ -106,9 +97,8 @@ def version_of(path: Path, runs: Path) -> Path | None:
     """Find the version folder in `runs` that a checkpoint belongs to.
 
     Returns:
-        The version folder that contains the checkpoint. If no version folder contains the checkpoint, the version
-        folder of the run that saved the checkpoint. None if the checkpoint does not name this folder, or if the folder
-        is not in `runs` any more, for example because it was moved.
+        The version folder that contains the checkpoint, or else that of the run that saved the checkpoint. None if
+        neither is in `runs`.
     """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:
@@ -119,9 +109,8 @@ def version_of(path: Path, runs: Path) -> Path | None:
 def folders_of_run(path: Path) -> list[Path]:
     """Checkpoint folders of one version of a run, or of all its versions.
 
-    For one version, `path` is `runs/<run name>/version_<N>`. For all versions, `path` is `runs/<run name>`. For any
-    other path, the list is empty. Lightning saves the checkpoint of a SLURM requeue in the folder `version_<N>` itself.
-    If this checkpoint exists, the folder `version_<N>` is included, too.
+    `path` is `runs/<run name>/version_<N>` or `runs/<run name>`. For any other path, the list is empty. The folder
+    `version_<N>` is included if it has a checkpoint of a SLURM requeue, which Lightning saves there.
     """
 
     def requeued_folders(run: Path) -> list[Path]:
@@ -133,16 +122,15 @@ def folders_of_run(path: Path) -> list[Path]:
 
 
 def is_requeued() -> bool:
-    """True if SLURM has requeued the job, so that the same command line resumes the run."""
+    """True if SLURM has requeued the job."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
-    """Folders in which a recipe saves checkpoints, other than the folder that the command line chooses.
+    """Folders in which a recipe saves checkpoints, other than the usual folder.
 
-    The command line chooses `runs/<run name>/version_<N>/checkpoints`. Two settings of a recipe can lead to other
-    folders. One is the `dirpath` of each ModelCheckpoint. The other is the first logger, from which Lightning derives
-    the folder `save_dir/name/version/checkpoints`.
+    These are the `dirpath` of each ModelCheckpoint, and the folder `save_dir/name/version/checkpoints` that Lightning
+    derives from the first logger.
     """
     callbacks = trainer.get("callbacks") or []
     settings = [callback.get("init_args") for callback in (callbacks if isinstance(callbacks, list) else [callbacks])]
@@ -154,10 +142,7 @@ def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
 
 
 def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
-    """Return the folders of checkpoints that Lightning derives from the first logger of a run.
-
-    The list is empty if the run has no logger, or if this logger has no `save_dir`.
-    """
+    """Folders of checkpoints that Lightning derives from the first logger of a run."""
     placed = trainer.clone()
     place(placed, folder)
     if not placed.get("logger"):
@@ -173,7 +158,7 @@ def folders_of_logger(trainer: Namespace, folder: Path) -> list[Path]:
 
 
 def written_at(path: Path) -> tuple[int, str]:
-    """Return the time of the last write to a checkpoint, and the name of the checkpoint, as a sort key."""
+    """Return the time of the last write to a checkpoint, and the checkpoint's name."""
     files = [path] if path.is_file() else [other for other in path.rglob("*") if other.is_file()]
     return max((file.stat().st_mtime_ns for file in files), default=path.stat().st_mtime_ns), path.name
 
@@ -201,10 +186,9 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
 
 
 def settings(path: Path) -> tuple[dict[str, Any], bool]:
-    """Return the sections "model" and "data" of the settings of a checkpoint's run, and whether they are complete.
+    """Sections "model" and "data" of the settings of a checkpoint's run, and whether they are complete.
 
-    The settings in the run's `config.yaml` are complete. If that file is missing, only the hyperparameters that the
-    checkpoint contains are returned.
+    Without the run's `config.yaml`, only the hyperparameters in the checkpoint are returned.
     """
     config = path.parent.parent / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
@@ -241,12 +225,8 @@ def differences(
 ) -> list[str]:
     """Format differing settings as lines `key: before -> now`. Sections that are not in both mappings are skipped.
 
-    Args:
-        before: Settings of the checkpoint, in the sections "model" and "data".
-        now: Settings of this command line.
-        defaults: Values that apply if a setting is null, by dotted key.
-        is_whole: False if `before` may be incomplete. In this case, only keys that are in both `before` and `now` are
-            compared.
+    `defaults` has the values that apply if a setting is null, by dotted key. If `is_whole` is false, only keys that are
+    in both mappings are compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))
@@ -285,7 +265,7 @@ def format_setting(value: Any) -> str:
 
 
 def notice(path: Path, now: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Format the settings that differ from the settings of the checkpoint; None if no known setting differs."""
+    """Format the settings that differ from the settings of the checkpoint."""
     before, is_whole = settings(path)
     lines = differences(before, now, defaults, is_whole=is_whole)
     if not lines:

@@ -1,8 +1,6 @@
-"""Folder of a run, `runs/<run name>/version_<N>/`, for metrics, completions, pictures, settings and checkpoints.
+"""Folder of a run, `runs/<run name>/version_<N>/`, and its default loggers, callbacks and checkpoints.
 
-The run name is `--run_name`, or by default the name of the first recipe. Every run gets a new folder, with the next
-free version number. Only a run that resumes with `--ckpt_path auto`, as a requeued SLURM job does by default, continues
-in the folder of its checkpoint. This module also contains the default loggers, callbacks and checkpoints of a run.
+Every run gets a new folder. Only a run that resumes with `--ckpt_path auto` continues in the folder of its checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ log = logging.getLogger(__name__)
 SAVE_DIR = "runs"
 CHECKPOINT_INTERVAL = timedelta(minutes=15)
 
-# Ranks that this process launches inherit the run's folder through this environment variable. Otherwise, these ranks
-# would choose new folders.
+# Ranks that this process launches inherit the run's folder through this environment variable.
 CHOSEN = "GRPO_LIGHTNING_RUN_FOLDER"
 LIGHTNINGS_NAME = "lightning_logs"
 METRICS_LOGGER = f"{__name__}.MetricsLogger"
@@ -55,9 +52,7 @@ FILE_LOGGERS = METRICS_LOGGERS | {"TensorBoardLogger"}
 
 
 def run_name(given: str | float | None, config_files: Sequence[Path]) -> str:
-    """Name of the run. If `given` is not set, it is the name of the first recipe, or "run" without a recipe.
-
-    In the name of a recipe, characters that are not valid in the name of a run are replaced by "-".
+    """Name of the run: `given`, or the name of the first recipe (invalid characters become "-"), or "run".
 
     Raises:
         ConfigurationError: If `given` is not a valid folder name.
@@ -85,7 +80,7 @@ def versions(folder: Path) -> dict[int, Path]:
 
 
 def version_around(path: Path, folder: Path) -> Path | None:
-    """Version folder below `folder` that contains the file `path`; None if the file is elsewhere."""
+    """Version folder below `folder` that contains the file `path`."""
     above = path.resolve().parents
     return next((version for version in versions(folder).values() if version.resolve() in above), None)
 
@@ -110,7 +105,7 @@ def take_next(folder: Path) -> Path:
 
 
 def keep_old_config(folder: Path, text: str) -> None:
-    """If config.yaml differs from `text`, rename it to `config_<n>.yaml`, before a resumed run replaces it."""
+    """If config.yaml differs from `text`, rename it to `config_<n>.yaml`."""
     path = folder / "config.yaml"
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         number = sum(1 for _ in folder.glob("config_*.yaml"))
@@ -118,7 +113,7 @@ def keep_old_config(folder: Path, text: str) -> None:
 
 
 def remove_without_results(folder: Path) -> None:
-    """Remove a run's folder if it holds only settings and empty logs, and then the parent folder if that is empty."""
+    """Remove a run's folder if it holds only settings and empty logs."""
 
     def is_empty(path: Path) -> bool:
         if path.name.startswith("events.out.tfevents."):
@@ -159,11 +154,10 @@ def default_loggers() -> list[dict[str, Any]]:
 def place(trainer: Namespace, folder: Path) -> None:
     """Make the Trainer and its loggers write into the run's folder.
 
-    If the recipe sets a name or a folder for a logger, the logger can write elsewhere (`place_logger`). If loggers are
-    set but none of them writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of
-    the first logger, and callbacks write their files there. So a logger that writes into the run's folder is moved to
-    the front. If there is no such logger, another logger that writes files is moved to the front. A W&B logger must not
-    be the first, because Lightning would use the id of the W&B run as the name of the checkpoints' folder.
+    If no logger writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first
+    logger, and callbacks write their files there. So a logger that writes into the run's folder is moved to the front.
+    A W&B logger must not be the first, because Lightning would use the id of the W&B run as the name of the
+    checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")
@@ -195,7 +189,6 @@ def place_logger(logger: Namespace, folder: Path) -> None:
     """If the recipe sets no folder for a logger, make the logger write into the run's folder.
 
     If the recipe sets no name, a W&B logger gets the run's name, and any other logger gets the run's name and version.
-    If the recipe sets only `save_dir`, a logger other than W&B writes to `<save_dir>/<run name>/<version>`.
     """
     settings = logger.init_args
     if kind(logger) == "WandbLogger":
@@ -213,8 +206,6 @@ def place_logger(logger: Namespace, folder: Path) -> None:
 
 class MetricsLogger(CSVLogger):
     """Writes the file `metrics.csv`. Each call of `log_metrics` adds one row.
-
-    By default, each row is written immediately, so that a killed run loses no rows.
 
     Args:
         save_dir: Folder of all runs.
@@ -265,7 +256,7 @@ class MetricsWriter(ExperimentWriter):
                 path.unlink()
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Record metrics. The first call of a resumed run removes the old rows of this step and of later steps."""
+        """Record metrics. The first call of a resumed run removes old rows from this step on."""
         if self.is_resumed and step is not None:
             self.is_resumed = False
             self.drop_from(step)
@@ -288,7 +279,7 @@ class MetricsWriter(ExperimentWriter):
 
 
 def without_anonymous(logger: Any) -> None:
-    """Remove the unset `anonymous` argument of a WandbLogger; W&B would warn that this argument has no effect."""
+    """Remove the unset `anonymous` argument of a WandbLogger. W&B would warn that it has no effect."""
     settings = getattr(logger, "_wandb_init", None)
     if isinstance(settings, dict) and settings.get("anonymous", "") is None:
         del settings["anonymous"]
@@ -298,10 +289,7 @@ def without_anonymous(logger: Any) -> None:
 
 
 class ParameterSummary(L.Callback):
-    """Logs class and size of policy and reference, and the number of trainable parameters, in one line.
-
-    Lightning's own summary is a table that also has modes and FLOPs, which are meaningless for GRPO.
-    """
+    """Logs class and size of policy and reference, and the number of trainable parameters, in one line."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the line."""
@@ -336,12 +324,7 @@ def is_saving(trainer: Namespace) -> bool:
 
 
 def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Callback]) -> list[L.Callback]:
-    """Default callbacks of a command. The recipe's own callbacks (`own`) replace default callbacks of the same kind.
-
-    For example, a progress bar in the recipe replaces the default progress bar.
-
-    `fit` also adds the checkpoints of `default_checkpoints`.
-    """
+    """Default callbacks of a command. The recipe's own callbacks (`own`) replace default callbacks of the same kind."""
     callbacks: list[L.Callback] = [WritePredictions()] if subcommand == "predict" else [CompletionLog()]
     # Lightning raises an error for a progress bar callback if enable_progress_bar is false.
     if settings.trainer.get("enable_progress_bar") is not False:
@@ -360,17 +343,14 @@ def default_callbacks(subcommand: str, settings: Namespace, own: Sequence[L.Call
 
 
 def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
-    """Default checkpoint callbacks of `fit`, in addition to the recipe's own callbacks (`own`).
+    """Default checkpoint callbacks of `fit`, in addition to the recipe's own (`own`).
 
     By default, two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was
-    saved during an epoch. Checkpoints are saved during an epoch because an epoch can take days. If the recipe has
-    checkpoint callbacks, these two checkpoints are not kept. But if all these callbacks keep only the best checkpoints,
-    the newest checkpoint during an epoch is still kept. Without this checkpoint, a run that is killed long after its
-    best step would lose all steps since then. `OnExceptionCheckpoint` does not count as a checkpoint callback, because
-    it saves nothing in a run without errors.
+    saved during an epoch. If the recipe has checkpoint callbacks, these two checkpoints are not kept. But if all these
+    callbacks keep only the best checkpoints, the newest checkpoint during an epoch is still kept.
+    `OnExceptionCheckpoint` does not count as a checkpoint callback, because it saves nothing in a run without errors.
 
-    If the recipe has a `ModelCheckpoint` of its own, a `LastCheckpoint` also saves the last step of a run. With
-    `NewestCheckpoints`, no `LastCheckpoint` is needed.
+    If the recipe has a `ModelCheckpoint` of its own, a `LastCheckpoint` also saves the last step of a run.
     """
     own = [each for each in own if isinstance(each, Checkpoint) and not isinstance(each, OnExceptionCheckpoint)]
     saving = [callback for callback in own if isinstance(callback, ModelCheckpoint) and callback.save_top_k != 0]
@@ -386,7 +366,7 @@ def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
 
 
 def keeps_only_best(callback: ModelCheckpoint) -> bool:
-    """True if a callback keeps the best checkpoints by a metric, and a run can resume from them."""
+    """True if a callback keeps only the best checkpoints, and a run can resume from them."""
     return callback.monitor not in (None, "step") and callback.save_top_k > 0 and not callback.save_weights_only
 
 
@@ -396,15 +376,12 @@ def keeps_only_best(callback: ModelCheckpoint) -> bool:
 def print_results(metrics: Mapping[str, float], console: Console | None = None, *, solved: str = "") -> None:
     """Print the table of `validate` and `test`.
 
-    The table has one row per metric, and one column each for sampled and greedy completions.
-
     Args:
-        metrics: Values by log key, for example `val/reward` and `val/greedy/avg@1/low`. With several loaders, a key is
-            for example `val/loader_0/reward`. The bounds of a confidence interval are printed next to their metric.
+        metrics: Values by log key, for example `val/reward`, `val/greedy/avg@1/low` and `val/loader_0/reward`.
         console: Console that prints the table; None prints to stdout.
-        solved: When a completion counts as solved, for a line below the table. Without it, there is no such line.
+        solved: When a completion counts as solved, for a line below the table.
     """
-    # The stage ("val", "test") is the title of the column; the names of several loaders stay in the rows.
+    # The stage ("val", "test") is the title of the column.
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}
     for log_name, value in metrics.items():
         name = log_name.partition("/")[2]

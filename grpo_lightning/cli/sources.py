@@ -1,7 +1,6 @@
 """Settings as written on the command line and in recipes, each with the file or flag that contains it.
 
-This module imports neither torch nor Lightning, so that a misspelled recipe name or invalid YAML is reported
-immediately.
+This module imports neither torch nor Lightning, so that a wrong recipe name is reported immediately.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Source:
 
 
 def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Iterate over `--flag=value` and `--flag value` as (position, flag, value). If the value is missing, it is ""."""
+    """Iterate over `--flag=value` and `--flag value` as (position, flag, value), with "" for a missing value."""
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         if not flag.startswith("-"):
@@ -49,7 +48,7 @@ def pairs(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def split_short_flags(args: Sequence[str]) -> list[str]:
-    """Split `-cFILE` into `-c FILE`, two spellings that the parser accepts."""
+    """Split `-cFILE` into `-c FILE`."""
     split: list[str] = []
     for arg in args:
         is_joined = arg.startswith("-c") and len(arg) > len("-c") and arg[len("-c")] != "="
@@ -100,8 +99,7 @@ def check_positions(args: Sequence[str]) -> None:
     """Check that every argument after the command is a flag or the value of a flag.
 
     Raises:
-        ConfigurationError: If an argument is neither a flag nor a value. If the argument is a file or recipe, the
-            message shows how to pass it.
+        ConfigurationError: If an argument is neither a flag nor a value.
     """
     values = {i + 1 for i, flag, value in pairs(args) if value and "=" not in args[i]}
     for i, arg in enumerate(args[1:], start=1):
@@ -113,12 +111,7 @@ def check_positions(args: Sequence[str]) -> None:
 
 
 def check(args: Sequence[str]) -> None:
-    """Check a command line as far as is possible without a parser.
-
-    Every argument must belong to a flag, every recipe must exist, and every config file must be valid YAML.
-
-    Args:
-        args: Command line, with the command first.
+    """Check arguments, recipes and config files as far as is possible without a parser.
 
     Raises:
         ConfigurationError: For the same reasons as in `check_positions`, `find_configs` and `load`.
@@ -137,13 +130,8 @@ def config_files(args: Sequence[str]) -> list[Path]:
 def read(args: Sequence[str], settings_flags: Collection[str] = ()) -> list[Source]:
     """Read the settings of every `--config` and of every other flag, in order.
 
-    Args:
-        args: Command line.
-        settings_flags: Flags that accept a file of settings as their value.
-
     Raises:
-        ConfigurationError: If a file is empty or is not a YAML mapping, or contains a key twice. For invalid YAML, the
-            message names the line.
+        ConfigurationError: If a file is empty or is not a YAML mapping, or contains a key twice.
     """
     sources = []
     for _, flag, value in pairs(args):
@@ -177,12 +165,12 @@ def nest_value(names: Iterable[str], value: Any) -> Any:
 
 
 def is_settings_file(value: str) -> bool:
-    """True if the value of a flag is the path of an existing YAML or JSON file."""
+    """True if the value of a flag is an existing YAML or JSON file."""
     return Path(value).suffix.lower() in SETTINGS_FILES and Path(value).is_file()
 
 
 def load_settings(value: str) -> Any:
-    """If the value of a flag is the path of a YAML or JSON file, load this file. If not, load the value as YAML.
+    """Load the YAML or JSON file that the value of a flag names, or else the value itself as YAML.
 
     Raises:
         ConfigurationError: For the same reasons as in `load`.
@@ -195,13 +183,11 @@ def load_settings(value: str) -> Any:
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     """Load YAML.
 
-    If `is_strict` is false, text that is not valid YAML is returned unchanged. Duplicate keys are refused only if the
-    text is meant as settings, that is, if `is_strict` is true or the text begins with a bracket or brace. Other text
-    can be YAML by accident ("Rule: ...").
+    If `is_strict` is false, text that is not valid YAML is returned unchanged. Text is meant as settings if `is_strict`
+    is true or the text begins with a bracket or brace. Other text can be YAML by accident ("Rule: ...").
 
     Raises:
-        ConfigurationError: If `is_strict` is true and the text is not valid YAML. The message names file, line and
-            column.
+        ConfigurationError: If `is_strict` is true and the text is not valid YAML.
         ConfigurationError: If a key occurs twice in text that is meant as settings.
     """
     try:
@@ -222,10 +208,7 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
 
 
 def with_origin(message: str, sources: Iterable[Source]) -> str:
-    """Complete a constructor's error message with the full key of the setting, and the file or flag that contains it.
-
-    A constructor knows the names of its arguments, but neither the section nor the file in which they are given.
-    """
+    """Complete a constructor's error message with the full key of the setting, and the setting's file or flag."""
     key = re.match(r"[A-Za-z_][\w.]*\w", message)
     if key is None:
         return message
@@ -237,7 +220,7 @@ def with_origin(message: str, sources: Iterable[Source]) -> str:
 
 
 def holds(tree: Any, keys: Sequence[str]) -> bool:
-    """True if nested settings have a value at a dotted key. The key need not contain `init_args`."""
+    """True if nested settings have a value at a dotted key, with or without `init_args`."""
     if not keys:
         return True
     if not isinstance(tree, Mapping):

@@ -1,1 +1,1 @@
-"""`grpo-lightning plan` prints batch arithmetic and memory of a run in advance, or translates other trainers' flags."""
+"""`grpo-lightning plan` prints batch arithmetic and memory of a run, or translates other trainers' flags."""

@@ -21,19 +21,17 @@ class MicroBatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch arithmetic of a cycle, which is one rollout and the optimizer steps that train on it.
+    """Batch arithmetic of a cycle, that is, of one rollout and the optimizer steps on this rollout.
 
     Args:
-        batch_size: Prompts per rank and rollout. If ranks share groups, this is the number per team of
-            `ranks_per_group` ranks.
+        batch_size: Prompts per rank and rollout. If ranks share groups, prompts per team of `ranks_per_group` ranks.
         num_generations: Completions per prompt.
         accumulate_grad_batches: Micro-batches per optimizer step.
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         num_iterations: Epochs over each rollout.
         world_size: Number of ranks.
-        ranks_per_group: Number of ranks that share the completions of a prompt.
-        num_prompts: Number of prompts in the training data, or None if it is unknown. A rollout has at most this number
-            of prompts.
+        ranks_per_group: Ranks that share the completions of a prompt.
+        num_prompts: Prompts in the training data; None if unknown.
     """
 
     batch_size: int
@@ -47,26 +45,23 @@ class BatchPlan:
 
     @property
     def num_teams(self) -> int:
-        """Number of teams. A team is a set of ranks that share groups, or a single rank.
-
-        Different teams get different prompts.
-        """
+        """Number of teams. A team is a set of ranks that share groups, or a single rank."""
         return self.world_size // self.ranks_per_group
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts per rollout over all ranks. The last rollout of an epoch can be smaller."""
+        """Prompts per rollout over all ranks."""
         full = self.batch_size * self.num_teams
         return full if self.num_prompts is None else min(full, self.num_prompts)
 
     @property
     def prompts_per_team(self) -> list[int]:
-        """Prompts per rollout, for each team. Teams differ only if the data have fewer prompts than a full rollout."""
+        """Prompts per rollout, for each team."""
         return [len(range(team, self.prompts_per_rollout, self.num_teams)) for team in range(self.num_teams)]
 
     @property
     def completions_per_rank(self) -> int:
-        """Completions that a rank samples and trains on per rollout. If ranks differ, it is the largest number."""
+        """Completions per rollout of the rank with the most completions."""
         return self.prompts_per_team[0] * -(-self.num_generations // self.ranks_per_group)
 
     @property
@@ -76,7 +71,7 @@ class BatchPlan:
 
     @property
     def completions_per_update(self) -> float:
-        """Completions per optimizer step, over all ranks. If the steps differ in this number, it is the mean."""
+        """Completions per optimizer step, over all ranks (mean over the steps)."""
         return self.completions_per_rollout / self.updates_per_rollout
 
     @property
@@ -95,15 +90,10 @@ class BatchPlan:
         return self.updates_per_rollout * self.num_iterations
 
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
-        """Shapes of the micro-batches into which a rank's rollout is split, most expensive first.
+        """Shapes of a rank's micro-batches, most expensive first.
 
-        In the worst case, which is assumed here, every prompt has `prompt_length` tokens, every completion has
-        `completion_length` tokens, and no other rank has more completions in one optimizer step. Micro-batches without
-        completions are left out.
-
-        Args:
-            prompt_length: L, tokens.
-            completion_length: T, tokens.
+        The rank is one with the most completions in an optimizer step. Every prompt has L = `prompt_length` tokens, and
+        every completion T = `completion_length` tokens. Micro-batches without completions are left out.
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
         plans, counts = [], self.prompts_per_team
@@ -151,12 +141,8 @@ def plan_run(
         rollouts per epoch = ceil(prompts / prompts per rollout)
         steps per epoch = rollouts per epoch x updates_per_rollout x num_iterations
 
-    Args:
-        batches: Batch arithmetic of a cycle (one rollout and the optimizer steps that train on it).
-        num_prompts: Number of prompts in the training data; None if unknown.
-        max_steps: Maximum number of optimizer steps; -1 for no limit. Rounded up to full cycles, as in the run.
-        max_epochs: Maximum number of epochs over the data; None or -1 for no limit.
-        limit_train_batches: As in the Trainer: a fraction of an epoch's micro-steps, or a number of micro-steps.
+    `max_steps` of -1, and `max_epochs` of -1 or None, are no limits. `limit_train_batches` is a number (int) of
+    micro-steps, or a fraction (float) of an epoch. `max_steps` and `limit_train_batches` are rounded up to full cycles.
 
     Raises:
         ValueError: If there are no prompts, or `limit_train_batches` leaves no prompts.
@@ -190,7 +176,7 @@ def plan_run(
 
 
 def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
-    """Rollouts per epoch under `limit_train_batches`, which is rounded up to full cycles."""
+    """Rollouts per epoch under `limit_train_batches`, rounded up to full cycles."""
     if limit is None:
         return rollouts
     batches = int(rollouts * cycle * limit) if isinstance(limit, float) else min(limit, rollouts * cycle)
@@ -201,11 +187,11 @@ def limited_rollouts(rollouts: int, cycle: int, limit: float | None) -> int:
 
 FIRST_WITH_ACCUMULATION = {"trl": (0, 17), "ms-swift": (3, 4)}
 """For each trainer, the first version that can train on the completions of one group in different micro-steps of an
-update. VLM-R1 always trains on the completions of a group in the same micro-step."""
+update. VLM-R1 cannot."""
 
 
 def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
-    """Translate the batch flags of a TRL, ms-swift or VLM-R1 script. Returns: (closest settings, differences).
+    """Translate the batch flags of another trainer's script. Returns: (closest settings, differences).
 
         P = b W S / G,   batch_size = P / T,   ranks_per_group = W / T,   T = gcd(P / updates_per_rollout, W)
         updates_per_rollout = S / A,   accumulate_grad_batches = A
@@ -214,20 +200,14 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - W: ranks
     - G: completions per prompt
     - A: micro-steps per update (1 in ms-swift before 3.4 if vLLM sleeps)
-    - S: micro-steps per generation. The script samples the completions of S micro-steps together, then trains on them.
-      If S is below A, the script samples several times per update, with the same weights. In this package, the
-      completions of an update then form one rollout, so A replaces S.
+    - S: micro-steps per generation. If S is below A, A replaces S, because in this package, the completions of an
+      update form one rollout.
     - P: prompts of a rollout
     - T: number of teams. A team is a set of ranks that share a group.
 
     If W does not divide the number of prompts of an update, ranks share groups, so that every rank trains in every
-    update. Each rank then needs at least one completion of a group, so W / T must not be above G. If W / T is above G,
-    or if updates_per_rollout does not divide P, another T is used: T = gcd(P, W). If W / T is above G with this T as
-    well, no rank shares groups, and `batch_size` is P / W, rounded to the nearest integer, but at least 1.
-
-    Args:
-        script: The result of `command.parse_script`. It has the script's batch flags, and the script's `trainer` and
-            `version`.
+    update. If W / T is above G, or if updates_per_rollout does not divide P, another T is used: T = gcd(P, W). If W / T
+    is still above G, no rank shares groups, and `batch_size` is P / W, rounded, but at least 1.
 
     Raises:
         ValueError: If the script's batch flags are not valid for its `trainer` and `version`.
@@ -263,13 +243,13 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
 
 
 def spreads_groups(script: Namespace) -> bool:
-    """True if the completions of a group can be in different micro-steps of an update."""
+    """True if the completions of a group can be in different micro-steps."""
     first = FIRST_WITH_ACCUMULATION.get(script.trainer)
     return first is not None and (script.version is None or script.version >= first)
 
 
 def micro_steps_per_generation(script: Namespace) -> int:
-    """Return S of `translate`. The script samples the completions of S micro-steps together.
+    """Return S of `translate`.
 
     Raises:
         ValueError: If the script's batch flags are not valid for its `trainer` and `version`.

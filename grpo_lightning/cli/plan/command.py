@@ -1,4 +1,4 @@
-"""`grpo-lightning plan`: batch arithmetic, length and memory of a run before it starts. No weights are loaded."""
+"""`grpo-lightning plan`: batch arithmetic, length and memory of a run, without loading weights."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ ASSUMED_DEVICE_GIB = 80.0
 def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) -> None:
     """Print the plan of a `fit` command line, or the translation of another trainer's script.
 
-    Args:
-        args: The arguments after `plan`.
-        module_class: The subclass of GRPOLightningModule that the recipe configures.
-
     Raises:
         ValueError: If a setting is invalid for training or cannot be translated.
         SystemExit: With status 1, if the run does not fit. The plan is printed first.
@@ -65,7 +61,7 @@ def run(args: list[str], module_class: type[GRPOLightningModule] | None = None) 
 
 
 def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[GRPOLightningModule] | None) -> None:
-    """Print the plan of a `fit` command line. `set_up_run` documents the arguments, and `run` documents the errors."""
+    """Print the plan of a `fit` command line. For errors, see `run`."""
     from rich.console import Console
 
     from grpo_lightning.cli.plan.output import print_lines
@@ -90,7 +86,7 @@ def print_plan(own: argparse.Namespace, fit_args: list[str], module_class: type[
 
 
 class PlannedRun(NamedTuple):
-    """Module, data, ranks and batches of a run. They are known before the policy of the run is built."""
+    """Module, data, ranks and batches of a run."""
 
     config: Namespace
     module: GRPOLightningModule
@@ -121,12 +117,7 @@ class PlannedRun(NamedTuple):
 def set_up_run(
     own: argparse.Namespace, fit_args: list[str], module_class: type[GRPOLightningModule] | None
 ) -> PlannedRun:
-    """Instantiate the module and the data of a run, and check both as `fit` does.
-
-    Args:
-        own: The flags of `plan` itself.
-        fit_args: The flags of `fit`.
-        module_class: See `run`.
+    """Instantiate module and data of a run, and check both as `fit` does.
 
     Raises:
         ValueError: As in `run`.
@@ -180,7 +171,7 @@ def set_up_run(
 
 
 def print_batches(console: Console, planned: PlannedRun) -> None:
-    """Print the batch arithmetic, the length of the run, and how its prompts are read."""
+    """Print the batch arithmetic and the length of the run."""
     from grpo_lightning.cli.plan import output, vllm
     from grpo_lightning.data.formats import describe_prompts
 
@@ -203,12 +194,7 @@ def print_batches(console: Console, planned: PlannedRun) -> None:
 def print_device_memory(console: Console, planned: PlannedRun, model: Any, given_gib: float | None) -> str | None:
     """Print how much memory the run needs on one device, part by part.
 
-    Args:
-        console: The console.
-        planned: The run.
-        model: The policy on the meta device.
-        given_gib: Memory capacity of a device in GiB (--device_gib). None uses the capacity of this machine's GPU, if
-            there is one.
+    If `given_gib` is None, the capacity of this machine's GPU is used.
 
     Returns:
         An error message if the run does not fit. None if the run can fit, if no capacity is known, or if the run is on
@@ -239,7 +225,7 @@ def print_device_memory(console: Console, planned: PlannedRun, model: Any, given
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """Make the parser of the flags of `plan` itself. All other flags are parsed as flags of `fit`."""
+    """Make the parser of the flags of `plan` itself."""
     parser = command_parser(
         "plan",
         "Show the batch arithmetic, the length and the device memory of a run, part by part, without loading weights. "
@@ -262,7 +248,7 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the arguments into the flags of `plan` itself and the flags of `fit`.
+    """Split the arguments into flags of `plan` and flags of `fit`.
 
     Raises:
         ValueError: If --devices, --nodes or --device_gib is not positive, or if an argument for `fit` looks like a
@@ -281,7 +267,7 @@ def parse_own(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 SIMILAR_FLAGS = ("--per_device_eval_batch_size", "--num_generations_eval", "--eval_accumulation_steps")
-"""Flags of other trainers that are similar to translated flags, but are neither translated nor misspellings."""
+"""Flags of other trainers that are neither translated nor misspellings of translated flags."""
 
 
 def parse_script(args: list[str]) -> argparse.Namespace:
@@ -343,7 +329,7 @@ def seed(config: Namespace) -> None:
 
 
 def use_known_config(loader: PolicyLoader) -> None:
-    """If the config of a published policy cannot be loaded (no network), use this package's copy."""
+    """If the config of a published policy cannot be loaded, use this package's copy."""
     from grpo_lightning.cli.plan.model import known_config
 
     if loader.model is not None or loader.name is None or (config := known_config(loader.name)) is None:
@@ -370,9 +356,8 @@ class Ranks(NamedTuple):
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
     """Compute the number of ranks, which is `devices` (per node) x `nodes`.
 
-    If `devices` or `nodes` is None, the number in the trainer's config is used instead.
-
-    `has_server` is true if a vLLM server runs on this machine. The server needs devices that have no rank.
+    None uses the number in the trainer's config. A vLLM server on this machine (`has_server`) needs devices that have
+    no rank.
 
     Raises:
         ValueError: If the number of devices or nodes is below 1, or the cluster's nodes have unequal numbers of
@@ -404,7 +389,7 @@ def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_
 
 
 def count_devices(given: Any) -> int | None:
-    """Count the devices per node in `trainer.devices` (a number or a list of indices); None for all available."""
+    """Count the devices per node in `trainer.devices`; None for all available."""
     if isinstance(given, str):
         given = given.strip()
         with suppress(ValueError):
@@ -417,7 +402,7 @@ def count_devices(given: Any) -> int | None:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Check that all nodes have the same number of SLURM tasks or torchrun processes. Raises: ValueError if not."""
+    """Check that all nodes have the same number of processes. Raises: ValueError if not."""
     unequal = "Every node must have the same number of devices, because Lightning has devices x num_nodes ranks:"
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):  # "8(x2),4" is 8, 8 and 4
         counts = {re.sub(r"\(x\d+\)", "", part).strip() for part in environment.get(name, "").split(",")}
@@ -434,8 +419,8 @@ def check_environment(environment: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 MEASURED_PROMPTS = 256
-"""Number of prompts that are tokenized. These are the prompts with the longest texts; the prompt with the most tokens
-is almost always among them."""
+"""Number of prompts with the longest texts that are tokenized. The prompt with the most tokens is almost always among
+them."""
 
 MEASURED_IMAGES = 10_000
 """Maximum number of prompts whose images are opened to read their sizes."""
@@ -447,7 +432,7 @@ ASSUMED_PROMPT_TOKENS = 512
 
 
 class Prompts(NamedTuple):
-    """The prompts of a run; None if the data are streamed or do not exist yet."""
+    """The prompts of a run; None for a stream or data that do not exist yet."""
 
     train: list[Prompt] | None
     val: list[Prompt] | None
@@ -482,7 +467,7 @@ def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
 
 
 def has_tokenizer(data: PromptDataModule) -> bool:
-    """True if the tokenizer for `max_prompt_length` can be loaded, or if there is no such limit."""
+    """True if the tokenizer for `max_prompt_length` can be loaded or is not needed."""
     try:
         data.length_limit()
     except FileNotFoundError:
@@ -506,12 +491,8 @@ def longest_prompt(
 ) -> PromptLength:
     """Find the number of tokens of the longest training prompt.
 
-    The number is the first of these numbers that is known:
-
-    - `given`
-    - the number that is measured on the prompts
-    - `max_prompt_length`
-    - an assumed number
+    It is the first that is known of `given`, the number measured on the prompts, `max_prompt_length` and an assumed
+    number.
     """
     if given is not None:
         return PromptLength(given, "set by --prompt_tokens")
@@ -555,7 +536,7 @@ def largest_images(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def positions(loader: PolicyLoader) -> int | None:
-    """Number of positions of the policy; None if it is unlimited, or if the policy is not found (reported later)."""
+    """Number of positions of the policy; None if unlimited or unknown."""
     from grpo_lightning.policy.transformers_internals import num_positions
 
     try:
@@ -616,17 +597,9 @@ def run_length(trainer: Namespace, batches: BatchPlan, num_prompts: int | None) 
 
 
 def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple[MemorySettings, list[str]]:
-    """Collect the settings that determine how much memory the run needs on each device.
+    """Collect the settings that determine the memory of a device.
 
-    In the result, `gathers_for_sampling` is False. `resolve_gathering` decides its final value.
-
-    Args:
-        planned: The run.
-        model: The policy on the meta device.
-        sizes: The sizes of the policy.
-
-    Returns:
-        The settings, and remarks on the memory of the optimizer.
+    Returns: (settings, remarks). `resolve_gathering` decides `gathers_for_sampling`, which is False here.
     """
     from grpo_lightning.cli.plan import memory
     from grpo_lightning.policy.probe import dense_reason
@@ -646,8 +619,7 @@ def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple
             planned.prompt_tokens,
             completion_tokens,
             path,
-            # All completions have the maximum length, so only the limit of tokens per chunk matters, not the cost of a
-            # pass.
+            # All completions have the maximum length, so the cost of a pass does not matter.
             chunk_size=loader.choose_chunks(model.config, "cpu", is_sharded=False),
             head_chunk_size=loader.head_chunk_size,
         ),
@@ -668,9 +640,9 @@ def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple
 def sampling_size(engine: Any, batches: BatchPlan, *, shares_prompts: bool) -> SamplingSize:
     """The largest numbers of rows and prompts in memory during sampling. For an external engine, all numbers are 0.
 
-    A row is one completion that is being decoded. `max_rows` limits the number of rows. If completions share the keys
-    and values of their prompt, all G completions of the newest prompt are rows, and every other prompt that is still in
-    memory has at least one row. So at most 1 + max_rows - G prompts are in memory.
+    A row is one completion that is being decoded. If completions share the KV cache of their prompt, the newest prompt
+    has G rows, and every other prompt in memory has at least one row. So at most 1 + max_rows - G prompts are in
+    memory.
     """
     from grpo_lightning.cli.plan.memory import SamplingSize
     from grpo_lightning.rollout.local_engine import LocalEngine
@@ -704,7 +676,7 @@ def resolve_gathering(
 ) -> tuple[MemorySettings, list[str]]:
     """Decide whether sharded weights are gathered for sampling. Returns: (settings, remarks).
 
-    If `device` is None, the memory capacity of a device counts as unlimited.
+    If `device` is None, memory counts as unlimited.
     """
     import dataclasses
 
@@ -735,7 +707,7 @@ def resolve_gathering(
 
 
 def model_remarks(model: ModelSizes, loader: PolicyLoader) -> list[str]:
-    """Remarks on memory that is not counted, and on the training of the vision tower."""
+    """Remarks on memory that is not counted, and on the vision tower."""
     remarks = []
     if model.num_adapters:
         remarks.append(

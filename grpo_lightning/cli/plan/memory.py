@@ -1,4 +1,4 @@
-"""Memory estimate of a device, by part: persistent states, and temporary memory of sampling and updates."""
+"""Memory estimate of a device, by part."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ BYTES_OF_8_BIT = 2 + 2 * 4 / 256
 weights (arXiv:2110.02861; the block size is that of bitsandbytes)."""
 
 PROBE_WEIGHTS = 64 * 1024
-"""Number of weights in the tensor on which `optimizer_bytes` runs a step. The number is above 4,096, because 8-bit
-optimizers keep the states of smaller tensors in 32 bits."""
+"""Number of weights in the tensor on which `optimizer_bytes` runs a step. 8-bit optimizers keep the states of tensors
+below 4,096 weights in 32 bits."""
 
 
 class Part(NamedTuple):
@@ -61,11 +61,10 @@ class Part(NamedTuple):
     """Explanation of the size."""
 
     is_estimate: bool = False
-    """False if the size is exact: tensors of the run have this number of bytes."""
+    """False if the size is exact."""
 
     is_on_cpu: bool = False
-    """True if the part is in CPU memory. The CPU memory of a node then contains the part once for each device of the
-    node."""
+    """True if the part is in CPU memory, once for each device of the node."""
 
 
 def peak(parts: Iterable[Part], moment: Moment, *, is_on_cpu: bool = False) -> int:
@@ -96,19 +95,16 @@ class Precision:
     def residual(self) -> int:
         """Bytes per number in the residual stream, and in the keys that are cached for scoring.
 
-        Under autocast, both have 4 bytes per number. The residual stream is in float32, because autocast changes only
-        matrix products. The keys are in float32, because rotary embeddings are applied to the keys in float32.
+        Under autocast, both have 4 bytes, because autocast changes only matrix products, and rotary embeddings are
+        applied in float32.
         """
         return 4 if self.is_mixed else self.compute
 
 
 def precision_of(precision: str | int | None, dtype: str) -> Precision:
-    """Return the bytes per stored weight, and the bytes per element of the matrices that are multiplied.
+    """Return the bytes per stored weight, and per element of multiplied matrices.
 
-    Args:
-        precision: `trainer.precision`.
-        dtype: `policy.dtype`. The precisions "bf16-true", "16-true" and "64-true" replace it; "32-true" and mixed
-            precisions keep it.
+    `trainer.precision` "bf16-true", "16-true" and "64-true" replace `policy.dtype`. All others keep it.
 
     Raises:
         ValueError: If the precision or the dtype is unknown.
@@ -126,10 +122,7 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
 
 @dataclass(frozen=True)
 class Division:
-    """Number of ranks over which a strategy shards each state, and the states that it offloads to the CPU.
-
-    The number is 1 for a state that is not sharded.
-    """
+    """Number of ranks over which a strategy shards each state (1 if it is not sharded), and the offloaded states."""
 
     weights: int = 1
     gradients: int = 1
@@ -155,7 +148,7 @@ class Division:
 
 
 def division_of(strategy: Any, world_size: int) -> Division:
-    """Return the number of ranks (of W) over which `trainer.strategy` shards weights, gradients and optimizer states.
+    """Number of ranks (of W) over which `trainer.strategy` shards weights, gradients and optimizer states.
 
     | strategy            | weights | gradients | optimizer |
     |---------------------|---------|-----------|-----------|
@@ -165,13 +158,10 @@ def division_of(strategy: Any, world_size: int) -> Division:
     | ZeRO stage 3, FSDP2 | W       | W         | W         |
     | FSDP2, R replicas   | W / R   | W / R     | W / R     |
 
-    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also keeps a copy of the gradients in buckets, because
-    PyTorch's default is `gradient_as_bucket_view=False`.
+    Source: ZeRO (arXiv:1910.02054), section 3 and figure 1. DDP also keeps a copy of the gradients in buckets
+    (`gradient_as_bucket_view=False`).
 
-    Args:
-        strategy: A name, or a class path and its arguments. With a name that ends in "_offload", the optimizer and the
-            weights are offloaded to the CPU.
-        world_size: W.
+    A strategy name that ends in "_offload" offloads optimizer and weights to the CPU.
 
     Raises:
         ValueError: If `plan` does not know the strategy, or `fit` does not support it or its arguments.
@@ -240,14 +230,8 @@ def optimizer_bytes(
 ) -> tuple[float, list[str]]:
     """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
 
-    AdamW keeps two numbers per weight. Both are as wide as the weight, so a 32-bit weight needs 8 bytes. For optimizers
-    that factorize matrices, the result is too high, because these optimizers need fewer bytes per weight for larger
-    matrices, and a model's matrices are larger than the small tensor.
-
-    Args:
-        factory: Function that makes the optimizer.
-        settings: The setting `model.optimizer` of the config. It names the optimizer's class.
-        width: Bytes of a weight in the precision in which the optimizer updates it.
+    The tensor has `width` bytes per weight. For optimizers that factorize matrices, the result is too high, because
+    larger matrices need fewer bytes per weight.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
     if "8bit" in name:  # 8-bit optimizers cannot step on every CPU
@@ -270,7 +254,7 @@ def optimizer_bytes(
 
 
 class Pass(NamedTuple):
-    """One forward pass. The context to which a row of tokens attends includes the tokens of the row itself."""
+    """One forward pass. The context of a row of tokens includes the row itself."""
 
     rows: int
     tokens: int
@@ -305,7 +289,7 @@ class ScoredBatch:
     def passes(self) -> list[Pass]:
         """The forward passes, first one for all prompts, then one per chunk.
 
-        On the dense path, there is no pass for the prompts, because each row of a chunk includes its prompt.
+        On the dense path, each row of a chunk includes its prompt instead.
         """
         total = self.prompt_length + self.completion_length
         if self.path == "dense":
@@ -345,14 +329,13 @@ class MemorySettings:
     is_eager: bool = False
     has_reference: bool = True
     accumulates: bool = False
-    """True with several micro-batches per step: gradients of earlier micro-batches then exist during later
-    micro-batches."""
+    """True with several micro-batches per step. Gradients then exist during later micro-batches."""
 
     gathers_for_sampling: bool = False
     """True if every device gathers all sharded weights to sample."""
 
     has_float32_head: bool = False
-    """True if the head computes in float32, whatever the precision of the run (`policy.head_dtype`)."""
+    """True if the head computes in float32 (`policy.head_dtype`)."""
 
     offloaded: frozenset[str] = frozenset()
     """States offloaded to the CPU during sampling: "reference", "optimizer"."""
@@ -365,12 +348,12 @@ class MemorySettings:
 
     @property
     def adapter_width(self) -> int:
-        """Bytes per LoRA weight: 4 for any model, except under DeepSpeed, which converts adapters too."""
+        """Bytes per LoRA weight: 4, except under DeepSpeed, which converts adapters too."""
         return self.widths.weights if self.division.stage else ADAPTER_BYTES
 
 
 def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """All nonempty parts of the policy's memory. `reward_parts` returns the parts of reward models."""
+    """All nonempty parts of the policy's memory, without reward models."""
     parts = [*state_parts(model, settings), *sampling_parts(model, settings), *update_parts(model, settings)]
     parts += adapter_parts(model, settings)
     return [part for part in parts if part.num_bytes]
@@ -380,11 +363,13 @@ def memory_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Persistent states, that is, weights, reference, gradients and optimizer states. A part can have 0 bytes.
+    """Weights, reference, gradients and optimizer states. A part can have 0 bytes.
 
-    In float32 with AdamW, a trained weight needs 4 bytes for the weight, 4 for its gradient (8 with DDP), 8 for
-    optimizer states and 4 for the reference. In 16 bits under DeepSpeed, a trained weight needs 2 bytes for the weight,
-    2 for the reference, 4 for the summed gradient (2 with stage 1), 4 for the master weight and 8 for optimizer states.
+    Bytes per trained weight with AdamW:
+
+        float32            weight 4, gradient 4 (DDP: 8), optimizer 8, reference 4
+        16-bit DeepSpeed   weight 2, gradient 4 (stage 1: 2), master weight 4, optimizer 8, reference 2
+
     If the optimizer is offloaded, the CPU needs another 4 bytes for the gradient.
     """
     kept = [*weight_parts(model, settings), *gradient_parts(model, settings), *optimizer_parts(model, settings)]
@@ -395,7 +380,7 @@ def state_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def weight_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """The policy, its adapters and its reference.
 
-    With new adapters, the reference is the policy without its adapters, so the reference needs no memory of its own.
+    With new adapters, the reference is the policy without its adapters, and needs no memory.
     """
     ranks, width, on_cpu = settings.division.weights, settings.widths.weights, settings.division.offloads_weights
     plain = (model.num_weights - model.num_quantized) * width + model.num_quantized * model.quantized_bytes
@@ -439,7 +424,7 @@ def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Optimizer states, DeepSpeed's 32-bit weights and gradients, and the temporary memory of an optimizer step.
 
     The temporary memory is a copy of one of the two optimizer states. ZeRO-1 and ZeRO-3 also copy the gradients to 32
-    bits; ZeRO-2 uses its 32-bit sums of the gradients without a copy.
+    bits.
     """
     division, per_weight, on_cpu = settings.division, settings.optimizer_bytes, settings.division.offloads_optimizer
     own = -(-model.num_stepped // division.optimizer)
@@ -460,15 +445,12 @@ def share(num_bytes: float, ranks: int = 1) -> int:
 
 
 def format_ranks(ranks: int) -> str:
-    """Format the number of ranks among which memory is divided. For one rank, the text is empty."""
+    """Format the number of ranks among which memory is divided; "" for one rank."""
     return f", over {ranks} ranks" if ranks > 1 else ""
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """If `model.offload` names a part, split it into a part for training and a part for sampling.
-
-    The part for training is on the device, and the part for sampling is on the CPU.
-    """
+    """Split a part that `model.offload` names into one on the device (training) and one on the CPU (sampling)."""
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -479,8 +461,8 @@ def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
 def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Gathered copies of sharded weights.
 
-    During an update, these are the weights of the running layers. During sampling, they are all weights if
-    `gathers_for_sampling` is true, and the weights of the running layers if not.
+    These are the weights of the running layers. During sampling, they are all weights if `gathers_for_sampling` is
+    true.
     """
     division, width = settings.division, settings.widths.compute
     if not division.gathers_layers:
@@ -497,11 +479,10 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The float32 copies that a float32 head makes of 16-bit head weights in each pass, and the gradient of the copies.
+    """The float32 copies that a float32 head makes of 16-bit weights in each pass, and their gradient.
 
-    If logits are computed for one slice of tokens at a time (`policy.head_chunk_size`), only one copy exists at a time.
-    If not, each pass that is not recomputed keeps its copy for the backward pass. A trained head gets a gradient in
-    float32, which is then converted to the dtype of the weights.
+    If logits are sliced (`policy.head_chunk_size`), only one copy exists at a time. If not, each pass that is not
+    recomputed keeps its copy for the backward pass.
     """
     width = settings.widths.compute if settings.division.gathers_layers else settings.widths.weights
     size = 4 * model.vocab_size * model.hidden_size * (settings.has_float32_head and width < 4)
@@ -521,8 +502,8 @@ def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Temporary memory of adapters of experts, and of DoRA.
 
-    peft computes the adapted experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A,
-    and scales the outputs of W and of B A separately. The memory in bytes:
+    peft computes the adapted experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A.
+    The memory in bytes:
 
                            in the update                        while sampling
         sums of experts    E b F + E b / L                      E b / L
@@ -541,9 +522,8 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     - k: 3, or 4 if the base has fewer bytes per weight than the adapter, because peft then copies the base weights
 
     In the update, E b / L is the gradient of one layer's sum, and a n^2 is an identity matrix that peft keeps for the
-    backward pass. With `activation_checkpointing: layers`, one layer of one forward pass is kept at a time. F is then
-    1 / L, and t is the number of tokens of the largest forward pass, divided by L. The memory was measured with peft
-    0.21, which computes DoRA's norms in the dtype of the adapters.
+    backward pass. With `activation_checkpointing: layers`, F is 1 / L, and t is the number of tokens of the largest
+    forward pass, divided by L. Source: peft 0.21.
     """
     batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
     a, c = settings.adapter_width, settings.widths.compute
@@ -566,10 +546,10 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def autocast_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Autocast's 16-bit copies of 32-bit matrices. FSDP2 gathers weights in 16 bits and needs no copies.
+    """Autocast's 16-bit copies of 32-bit matrices. FSDP2 needs no copies.
 
-    Autocast caches the copies of trained matrices and reuses them. It does not cache copies of frozen matrices, so each
-    forward pass makes new copies, and keeps them for its backward pass.
+    Autocast caches only the copies of trained matrices. Each forward pass makes new copies of frozen matrices, and
+    keeps these copies for its backward pass.
     """
     if not settings.widths.is_mixed or settings.division.gathers_layers:
         return []
@@ -645,10 +625,10 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     """Activation bytes of one decoder layer that the forward pass keeps for the backward pass.
 
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
-    layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels, a gated feed-forward block and no
-    dropout. Numbers have c bytes in matrix products and r bytes in the residual stream. h is the hidden width, i the
-    feed-forward width, a the number of heads, and d the size of a head. A pair is a token of the pass and a token of
-    its context. The table has bytes per token of the pass, unless a row names another unit:
+    layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels and no dropout. Numbers have c bytes in
+    matrix products and r bytes in the residual stream. h is the hidden width, i the feed-forward width, a the number of
+    heads, and d the size of a head. A pair is a token of the pass and a token of its context. The table has bytes per
+    token of the pass, unless a row names another unit:
 
         2 norms       their input in 32 bits and their result     2 h (4 + r)
                       inputs of the matrix products after them    2 c h (autocast: 5 c h with a gate, 4 c h without)
@@ -659,9 +639,7 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
                       scores, only in eager attention             (4 + c) a per pair
         feed-forward  gate, up, activated gate and product        4 c i with a gate, 2 c i without
 
-    For Llama and Qwen2, the count is within 2 % of the measured bytes. For a prompt pass without a mask, the count is
-    up to 4 % too high, because such a pass keeps keys and values once per key head, not once per query head. Models
-    with additional norms (Qwen3, Gemma 3) or experts keep more activations, which are not counted.
+    Models with additional norms (Qwen3, Gemma 3) or experts keep more activations, which are not counted.
     """
     c, h, heads = precision.compute, model.hidden_size, model.num_heads * model.head_dim
     tokens, pairs = size.rows * size.tokens, size.rows * size.tokens * size.context
@@ -678,17 +656,15 @@ def activation_bytes(
 ) -> int:
     """Bytes kept for the backward pass of a micro-batch, without the logits.
 
-    A chunk holds the completions of one forward pass (`policy.chunk_size`). The kept tensors depend on
-    `policy.activation_checkpointing`:
+    A chunk holds the completions of one forward pass. The kept tensors depend on `policy.activation_checkpointing`:
 
         none      all layers of all forward passes
         layers    the input of each layer (layers are recomputed one at a time)
         chunks    all layers of the prompts' forward pass and of the largest chunk (chunks are recomputed one at a time)
 
     In each case, the prompts' keys and values, the input and output of the last norm, and the head's input are kept
-    too. Images count as tokens of the decoder. The activations of a trained vision tower and of adapters are not
-    counted here. Those of DoRA are counted by `adapter_parts`. In a 16-bit model with 32-bit adapters, the true number
-    of bytes can be up to 1.5 times the count.
+    too. The activations of a trained vision tower and of adapters are not counted here. In a 16-bit model with 32-bit
+    adapters, the true number of bytes can be up to 1.5 times the count.
     """
     passes = batch.passes
     if mode == "chunks":
@@ -712,10 +688,9 @@ def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "n
         unsliced   kept = 4 R T V, temporary = 16 C T V
         sliced     kept = 0, temporary = 20 S V
 
-    T is the completion length, V the vocabulary size, and S the `head_chunk_size`. A chunk holds the completions of one
-    forward pass (`policy.chunk_size`). C is the number of completions in the largest chunk. R is C if chunks are
-    recomputed, otherwise the number of all completions. If a chunk has more than S tokens, the logits are sliced. The
-    head then computes the logits of S tokens at a time, and computes them again in the backward pass.
+    T is the completion length, V the vocabulary size, and S the `head_chunk_size`. C is the number of completions in
+    the largest chunk (`policy.chunk_size`). R is C if chunks are recomputed, otherwise the number of all completions.
+    If a chunk has more than S tokens, the logits are sliced, and computed again in the backward pass.
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None
@@ -731,8 +706,7 @@ def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "n
 def reward_parts(rewards: Iterable[WeightedReward]) -> tuple[list[Part], list[str]]:
     """Estimate the memory of reward models. Returns: (parts, remarks on memory that is not counted).
 
-    Every device has an unsharded copy of each reward model. The activations of a reward model are smaller than those of
-    an update, and are not counted.
+    Every device has an unsharded copy of each reward model. Activations of reward models are not counted.
 
     Raises:
         FileNotFoundError: If the config of a reward model cannot be loaded, and `known_config` has no sizes for it.

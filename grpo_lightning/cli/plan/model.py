@@ -1,4 +1,4 @@
-"""Parameter counts and sizes of a policy, from its config and a model on the meta device. No weights are loaded."""
+"""Parameter counts and sizes of a policy, from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -103,12 +103,9 @@ class ModelSizes:
 
 
 def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
-    """Compute the sizes of a transformers language or vision-language model under the policy's settings.
+    """Compute the sizes of a transformers model under the policy's settings.
 
-    Args:
-        model: The policy, on any device. The function changes the policy in place. It freezes the parameters that the
-            run freezes, and inserts the initial adapter (`lora.adapter`) if there is one.
-        settings: The policy's settings. Only the settings of freezing, LoRA and quantization are used.
+    Freezes parameters of `model` in place, and inserts the initial adapter (`lora.adapter`).
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.
@@ -187,7 +184,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products. They are all matrices except embeddings that are not tied to the head."""
+    """Matrices except embeddings that are not tied to the head."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -195,7 +192,7 @@ def matrices(model: Any) -> list[nn.Parameter]:
 
 
 def linear_weights(model: Any) -> list[torch.Tensor]:
-    """Weights that are quantized, that is, the weights of all linear layers except the head."""
+    """Weights that are quantized, that is, those of all linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -203,10 +200,7 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
 
 
 def intermediate_size(config: Any) -> int:
-    """Width of the feed-forward block.
-
-    With experts, it is the sum of the widths of the experts that process one token, including shared experts.
-    """
+    """Width of the feed-forward block."""
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
@@ -232,7 +226,7 @@ class AdapterSizes(NamedTuple):
 
 
 def adapter_sizes(model: Any, lora: LoRA | None) -> AdapterSizes:
-    """Compute the sizes of LoRA adapters. An initial adapter (with its own layers and ranks) is inserted in `model`."""
+    """Compute the sizes of LoRA adapters. An initial adapter is inserted in `model`."""
     if lora is None:
         return AdapterSizes()
     if lora.adapter is None:
@@ -337,7 +331,7 @@ def _published_models() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """The config of a published model by its hub name, or None if the model's sizes are unknown."""
+    """The config of a published model by its hub name; None if unknown."""
     from transformers import AutoConfig
 
     return next(

@@ -35,7 +35,7 @@ def print_lines(console: Console, title: str, lines: Sequence[str]) -> None:
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """Format a number with its noun, for example `1 prompt` or `1,600 prompts`."""
+    """Format a number with its noun (`1,600 prompts`)."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
@@ -80,7 +80,7 @@ def batch_lines(batches: BatchPlan, why_world_size: str) -> list[str]:
 def length_lines(
     config: Namespace, batches: BatchPlan, length: RunPlan, num_prompts: int | None, why_unknown: str
 ) -> list[str]:
-    """Format the numbers of steps per epoch and of the whole run. With dynamic sampling, both numbers are maximums."""
+    """Format the numbers of steps per epoch and of the run. With dynamic sampling, both are maximums."""
     settings = config.model.dynamic_sampling
     most = "" if settings is None else "up to "
     if num_prompts is None or length.steps_per_epoch is None:
@@ -183,13 +183,11 @@ def print_memory(
 ) -> str | None:
     """Print the table of parts, the peak, and the comparison with the device.
 
-    `engine` is the memory of vLLM, or None if the run does not use vLLM. `uses_device` is False for a run on the CPU
-    that is compared with a GPU of this machine.
+    `uses_device` is False for a run on the CPU that is compared with a GPU of this machine.
 
     Returns:
-        If the run does not fit the device, or if vLLM does not fit its share, the result is an error message with
-        settings that reduce memory. The comparison with the device is then part of this message, and is not printed.
-        Otherwise, the result is None. It is also None if no device's memory is known, or if `uses_device` is False.
+        An error message with settings that reduce memory, if the run does not fit the device, or vLLM does not fit its
+        share. None if the run fits, if no device's memory is known, or if `uses_device` is False.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -229,7 +227,7 @@ def print_memory(
 
 
 def memory_notes(model: ModelSizes, settings: MemorySettings, remarks: list[str]) -> list[str]:
-    """Format notes on the contents of the table and on what the table leaves out."""
+    """Format notes on the table."""
     weights = f"{model.num_weights:,} weights, {model.num_layers} layers, {settings.widths.weights} bytes each"
     trained = f" {model.num_stepped:,} are trained ({model.num_stepped / model.num_weights:.2%})."
     return [
@@ -253,10 +251,7 @@ def cpu_lines(parts: list[Part]) -> list[str]:
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Convert `device_gib` to bytes.
-
-    If `device_gib` is None, return the memory of this machine's GPU, or None if the machine has no GPU.
-    """
+    """Convert `device_gib`, or the memory of this machine's GPU, to bytes."""
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -280,7 +275,7 @@ def verdict(share: float) -> str:
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Settings that would reduce the memory of a phase. The settings that cost the least time come first."""
+    """Settings that would reduce the memory of a phase, those that cost the least time first."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [
@@ -309,11 +304,7 @@ def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str
 
 
 def print_translation(trainer: str, batches: BatchPlan, differences: list[str], ignored: list[str]) -> None:
-    """Print the translation of a script's flags.
-
-    The translation has four parts: the script's batches as settings of this package, the batch arithmetic, the
-    differences between the script and these settings, and the flags that are not translated.
-    """
+    """Print the translation of a script's flags."""
     console = Console(highlight=False)
     console.print("\n[bold]Here[/bold]")
     for line in (

@@ -1,4 +1,4 @@
-"""vLLM in a plan: devices, share of a device's memory in each phase, and a check that weights and KV cache fit."""
+"""vLLM in a plan: devices, share of a device's memory, and a check that weights and KV cache fit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
 
 QUANTIZED_BYTES = 1
-"""Bytes per weight of a linear layer under `engine.quantization`. All quantizations that the engine accepts have 8
-bits. The memory of their scales is not counted."""
+"""Bytes per weight of a linear layer under `engine.quantization`, which always has 8 bits. The memory of the scales is
+not counted."""
 
 OF_THE_POLICY = frozenset({"16-bit weights", "float32 head", "gathered layers", "DoRA's norms", "experts, one layer"})
 """Names of parts that are in memory during sampling only if the policy itself samples."""
@@ -70,14 +70,14 @@ class VLLMSize:
 
     @property
     def share(self) -> int | None:
-        """Bytes of the device that vLLM takes; None in mode `server`, and if the device's memory is unknown."""
+        """Bytes of the device that vLLM takes; None in mode `server`, or if unknown."""
         if self.device is None or self.engine.mode != "colocate":
             return None
         return int(self.engine.gpu_memory_utilization * self.device)
 
     @property
     def cache(self) -> int | None:
-        """Bytes of the share that the weights leave for KV cache and working memory. None if `share` is None."""
+        """Bytes of the share that the weights leave for KV cache and working memory."""
         return None if self.share is None else max(0, self.share - self.weights)
 
 
@@ -89,21 +89,13 @@ def size_of(
     batches: BatchPlan,
     device: float | None,
 ) -> VLLMSize | None:
-    """Compute the memory of vLLM on one device. The result is None for other engines.
+    """Compute the memory of vLLM on one device; None for other engines.
 
         weights                          bytes per weight x weights / tensor_parallel_size
         KV cache of a token in a layer   2 x bytes per number x head size x key-value heads per rank
 
     With more ranks than key-value heads, each rank has one key-value head. In mode `server`, the sizes are those of a
-    server without tensor parallelism and with 16-bit numbers, as in most checkpoints.
-
-    Args:
-        engine: The engine of the run.
-        model: The policy on the meta device.
-        sizes: Sizes of the policy.
-        settings: Memory settings of the training processes.
-        batches: Batch arithmetic of the run.
-        device: Bytes of a device's memory; None if unknown.
+    server without tensor parallelism and with 16-bit numbers.
     """
     if not isinstance(engine, VLLMEngine):
         return None
@@ -140,11 +132,10 @@ def size_of(
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
     """Adapt `parts`, the memory estimate of a training device, to sampling with vLLM.
 
-    If the run does not use vLLM (`size` is None), the estimate is returned unchanged. Otherwise, the parts named in
-    `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, they are gathered part by part when
-    they are sent to vLLM. Each part is one layer, or embeddings, last norm and head together. Because one part is
-    gathered at a time, the memory of the largest part is added. In colocate mode, vLLM's own memory is also added ("the
-    share" is `engine.gpu_memory_utilization` of the device's memory):
+    The parts named in `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, the largest part
+    that is gathered to be sent to vLLM is added. Such a part is one layer, or embeddings, last norm and head together.
+    In colocate mode, vLLM's own memory is also added ("the share" is `engine.gpu_memory_utilization` of the device's
+    memory):
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|
@@ -174,10 +165,7 @@ def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, si
 
 
 def problem(size: VLLMSize) -> str | None:
-    """Error message if vLLM's weights and one sequence of maximum length do not fit vLLM's share of the device.
-
-    None if they fit, or if the share is not known.
-    """
+    """Error message if vLLM's weights and one sequence of maximum length do not fit vLLM's share of the device."""
     engine, needed = size.engine, size.weights + size.sequence
     if size.share is None or size.device is None or needed <= size.share:
         return None
@@ -214,7 +202,7 @@ def levers(size: VLLMSize, settings: MemorySettings, moment: Moment) -> list[str
 
 
 def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
-    """Remarks on the memory of vLLM, or of any other engine that is not the policy itself."""
+    """Remarks on the memory of an engine other than the policy."""
     if size is None:
         return [] if isinstance(engine, LocalEngine) else ["the memory of the external engine is not counted"]
     if engine.mode == "server":
@@ -243,7 +231,7 @@ def remarks(engine: Any, size: VLLMSize | None) -> list[str]:
 
 
 def batch_lines(engine: Any, batches: BatchPlan, max_staleness: int) -> list[str]:
-    """Format the devices on which vLLM samples. A server's devices are not ranks and do not change the batches."""
+    """Format the devices on which vLLM samples."""
     if not isinstance(engine, VLLMEngine):
         return []
     lines = []
@@ -274,7 +262,7 @@ def is_on_this_machine(engine: Any) -> bool:
 
 
 def devices_line(rest: int, here: int) -> str:
-    """Format how many devices of this machine do not train, so that the machine's vLLM servers can use them."""
+    """Format how many devices of this machine are free for vLLM servers."""
     if not rest:
         return (
             f"All of this machine's {here} devices train, and the vLLM server on it needs devices of its own: lower "
@@ -287,7 +275,7 @@ def devices_line(rest: int, here: int) -> str:
 
 
 def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingParams], world_size: int) -> None:
-    """Make the checks of `VLLMEngine.check_run` that need no vLLM and no server. Raises: ValueError if one fails."""
+    """Make the checks of `VLLMEngine.check_run` that need no vLLM. Raises: ValueError if one fails."""
     if isinstance(engine, VLLMEngine):
         config = loader.load_config()
         engine.check_supported(loader, config)
@@ -298,16 +286,8 @@ def check_run(engine: Any, loader: PolicyLoader, sampling: Sequence[SamplingPara
 def check_length(engine: Any, prompt_tokens: int, max_completion_length: int, why: str) -> None:
     """Check that the longest prompt and a completion fit vLLM's `max_model_len`.
 
-    If the two did not fit, the first rollout with this prompt would fail.
-
-    Args:
-        engine: The engine of the run.
-        prompt_tokens: Number of tokens of the longest prompt.
-        max_completion_length: Maximum number of tokens of a completion.
-        why: How the longest prompt was found.
-
     Raises:
-        ValueError: If the longest prompt and a completion do not fit.
+        ValueError: If they do not fit.
     """
     limit = engine.max_model_len if isinstance(engine, VLLMEngine) else None
     if limit is not None and prompt_tokens + max_completion_length > limit:
