@@ -1,9 +1,10 @@
 """Asynchronous rollouts sample the groups of the next rollouts in the background while the policy trains.
 
 A cycle is one rollout and all training on this rollout. S is `model.max_staleness`. At the start of cycle k, the groups
-of cycle k are taken, and then the groups of cycle k + S are requested. When a completion is trained on, the policy's
-weights are therefore at most S cycles newer than the weights that sampled the completion. Checkpoints contain no groups
-in flight, so a resumed run samples these groups again.
+of cycle k are taken, and then the groups of cycle k + S are requested. The engine samples them with the policy's
+weights at the start of cycle k. When a completion is trained on, the policy's weights are therefore at most S cycles
+newer than the weights that sampled the completion. Groups in flight have been requested, but not taken yet. Checkpoints
+contain no groups in flight, so a resumed run samples these groups again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Sampled(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt that was requested in the background, and has not been taken yet."""
+    """A prompt in flight."""
 
     sampled: Future[Sampled]
     position: int
@@ -94,7 +95,7 @@ class InFlight:
         return positions
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Wait until all sampling in the background has ended. Without reports, the watchdog would end the run."""
+        """Wait until all sampling in the background has ended, and report progress for callbacks and the watchdog."""
         seen = None
         while self.running:
             done, _ = wait(self.running, timeout=POLL, return_when=FIRST_COMPLETED)
@@ -107,8 +108,8 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until all sampling in the background has ended, and take the group of each of N prompts.
 
-        Collective: every rank must call it. If sampling has failed, all requests of the same call of `request` are
-        forgotten, and all ranks log a warning.
+        Collective: every rank must call it. If sampling has failed for a prompt, all requests of the same call of
+        `request` are forgotten, and all ranks log a warning.
 
         Returns:
             N groups; None for each prompt that was not in flight, or for which sampling has failed.

@@ -170,7 +170,7 @@ class Conversation:
         )
 
     def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
-        """Append an observation. Its last message gets all `ids`; without ids, the policy sees no message."""
+        """Append an observation. Its last message gets all `ids`. Without ids, the policy sees no message."""
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))
@@ -284,7 +284,8 @@ class Conversations:
             The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call of `reset` fails, for every value of `on_error`.
+            RuntimeError: If a call of `reset` fails, for every value of `on_error`, because all conversations of the
+                prompt begin with the same environment.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -298,7 +299,7 @@ class Conversations:
         return begun, [result.state for result in results]
 
     def resume_prompts(self, prompts: Sequence[Prompt], observations: Mapping[int | str, Any]) -> list[Prompt]:
-        """Rebuild the prompts that `begin` returned, with `observations` by `Prompt.key`."""
+        """Rebuild the prompts that `begin` returned for `prompts`, with `Prompt.observation` by `Prompt.key`."""
         return [self.with_observation(self.describe_tools(prompt), observations.get(prompt.key)) for prompt in prompts]
 
     def shorten(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
@@ -340,8 +341,8 @@ class Conversations:
         """Append a first observation to a prompt.
 
         A text observation is appended to the chat's last message if that is a user message, and otherwise becomes a new
-        user message. A plain-text prompt gets the text at its end. The texts are cut like those of later observations.
-        Spellings of special tokens are escaped.
+        user message. An observation that consists of messages is appended to the chat. A plain-text prompt gets the
+        text at its end. The texts are cut like those of later observations. Spellings of special tokens are escaped.
 
         Raises:
             ValueError: If the prompt is truncated.
@@ -428,7 +429,7 @@ class Conversations:
     def add_turn_credit(self, groups: Sequence[Group], excluded: Tensor) -> None:
         """Compute the `turn_advantages` of all completions. If `turn_credit` is 0, do nothing.
 
-        A turn without a reward has the reward 0. The credit of `excluded` conversations, [N, G] bool, is 0.
+        A turn without a reward has the reward 0. `excluded` is [N, G] bool. The credit of excluded conversations is 0.
         """
         if self.settings.turn_credit == 0:
             return
@@ -479,12 +480,12 @@ class Game:
         self.prompts, self.encoded, self.sampling, self.seeds = prompts, encoded, sampling, seeds
         self.part, self.on_group = part, on_group
         self.conversations: list[Conversation] = []
-        """All conversations, by prompt."""
+        """All conversations, in the order of the prompts."""
         self.states: dict[int, Any] = {}
         """The states that the engine keeps between turns."""
         self.num_rounds = 0
         self.ended: dict[int, list[Completion]] = {}
-        """The completions of prompts that have ended."""
+        """The completions of prompts whose conversations have all ended, by the index of the prompt."""
 
     def play_round(  # noqa: C901 - one round, from the inputs of the engine to the observations
         self,
@@ -494,7 +495,7 @@ class Game:
         progress: Progress | None,
         vision: VisionInputs | None,
     ) -> None:
-        """Sample a turn of each open conversation (`rows`), and let the environments answer."""
+        """Sample a turn of each open conversation, and let the environments answer. `rows` are their indices."""
         takes = inspect.signature(engine.generate).parameters
         chosen = [self.conversations[row] for row in rows]
         limits = [self.turn_limit(each) for each in chosen]
@@ -523,7 +524,8 @@ class Game:
         more |= {name: value for name, value in optional.items() if name in takes and value is not None}
         if vision is not None:
             more["vision"] = vision
-        # In the first round, all turns have the same limit, also on a rank without prompts.
+        # In the first round, all turns have the same limit. A rank without prompts decodes together with the other
+        # ranks, so it uses this limit, too.
         longest = self.longest_turn if is_first else max(limits, default=1)
         sampling = replace(self.sampling, max_completion_length=longest)
         groups = engine.generate(inputs, count, sampling, seeds, progress, **more)
@@ -726,7 +728,7 @@ class Game:
 
 
 def continued_vision(vision: VisionInputs, chosen: Sequence[Conversation], inputs: Sequence[list[int]]) -> VisionInputs:
-    """The vision inputs of the chosen conversations, with their prompts."""
+    """The vision inputs of the chosen conversations, including those of their prompts."""
     prompts = []
     for each, ids in zip(chosen, inputs, strict=True):
         prompt, length = vision.prompts[each.prompt], len(ids) - len(each.token_ids)

@@ -33,8 +33,8 @@ class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
     The first step after each change of the layout runs without a graph, so that no kernel is chosen or compiled during
-    a capture. Each of the first two steps from a graph is also run without the graph. If the two logits differ by more
-    than `OTHER_LOGITS`, or if a capture fails, all steps from then on run without graphs.
+    a capture. The first two steps that run from a graph are also run without the graph. If the logits of the two runs
+    differ by more than `OTHER_LOGITS`, or if a capture fails, all steps from then on run without graphs.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -106,7 +106,7 @@ class CudaCapture:
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.anchor: torch.cuda.CUDAGraph | None = None
-        """An empty graph. Torch frees a pool together with the last graph that uses it."""
+        """An empty graph that keeps the pool alive, because torch frees a pool together with its last graph."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See `Capture`."""

@@ -2,8 +2,8 @@
 
 A group without a gradient is idle (`functional.groups_without_gradient`). So is a group in which the reward named by
 `DynamicSampling.reward` applies but does not vary. Idle groups are replaced in up to `max_resample_times` rounds. A
-round samples one new prompt for each idle group. A new group that is idle too is discarded. After the last round, the
-remaining idle groups stay in the rollout.
+round samples the group of one new prompt for each idle group. A new group that is idle too is discarded. After the last
+round, the remaining idle groups stay in the rollout.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def resample(
     Collective: every rank takes part in every round, even without a group to replace. `sample_and_score` gets prompts
     and their global indices. The global index of a group is its position among all groups that all ranks sample for
     this rollout. This index determines the prompt and the seed, so that completions do not depend on the number of
-    ranks. Only the first member of a team holds the groups.
+    ranks. If ranks share groups (`teams`), only the first member of a team holds the groups.
 
     Returns:
         The rollout of N groups, with each new group in the row of the group that it replaces; and the counts.

@@ -64,8 +64,9 @@ class GroupSource(NamedTuple):
         """Encode N prompts, and return a function that samples and returns their N groups.
 
         Asynchronous rollouts call this function in another thread. For the arguments, see `RolloutEngine.generate`.
-        Image placeholder tokens, and ids for which the tokenizer has no token, are suppressed too. Without
-        conversations, `on_group` is called only if the engine's `generate` has an argument `on_group`.
+        Image placeholder tokens, and ids for which the tokenizer has no token, are suppressed too. `on_group` is called
+        with each complete group. Without conversations, it is called only if the engine's `generate` has an argument
+        `on_group`.
 
         Raises:
             ValueError: If a prompt cannot be encoded, or is so long that no position is left for its completions.
@@ -128,7 +129,7 @@ def kl_to_reference(groups: Sequence[Group]) -> Tensor:
 
 
 def _kl(completion: Completion) -> float:
-    """KL of one completion in nats, even if the overlong filter has masked its tokens."""
+    """KL of one completion in nats, over its sampled tokens, even if the overlong filter has masked them."""
     if not completion.token_ids:
         return 0.0
     assert completion.ref_logprobs is not None
@@ -276,6 +277,9 @@ class SharedGroups:
     def collect(self, parts: list[Group]) -> list[Group]:
         """Join the members' parts of N groups on the first member of the team. Collective over the team.
 
+        Returns:
+            The N complete groups on the first member; an empty list on the other members.
+
         Raises:
             ValueError: On every member, if the members have different prompts, or environments cannot be sent.
         """
@@ -301,6 +305,8 @@ class SharedGroups:
 
     def spread(self, rollout: Rollout) -> Rollout:
         """Give each member its part of the completions and advantages of N groups. Collective over the team.
+
+        Only the first member's `rollout` has groups.
 
         Raises:
             ValueError: On every member, if a group does not come from `GRPOLightningModule.generate`.

@@ -1,8 +1,8 @@
 """On CUDA, `torch.compile` fuses the small operations of a decoding step into a few kernels (kernel fusion).
 
-The operations run one by one in short rollouts (`LEAST_LENGTH`), after a compilation has failed, and if compiled
-kernels have computed other numbers. Layers are fused only in rollouts whose steps run from CUDA graphs
-(`cuda_graphs.py`). Start with `Fused`.
+The operations run one by one in short rollouts (`LEAST_LENGTH`), after a compilation has failed, and after compiled
+kernels have computed other numbers than the unfused operations. Layers are fused only in rollouts whose steps run from
+CUDA graphs (`cuda_graphs.py`). Start with `Fused`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_LENGTH = 32
 """Smallest `max_completion_length` for which sampling is compiled. A compilation takes up to a minute."""
 
 OTHER_TOKENS = 0.01
-"""Largest accepted share of rows with different tokens from fused and unfused operations. One such row is always
+"""Largest accepted share of rows for which fused and unfused operations sample different tokens. One such row is always
 accepted. Tokens may differ because kernels round cumulative probabilities differently."""
 
 OTHER_NATS = 1e-3
@@ -58,8 +58,8 @@ Function = Callable[..., Any]
 class Fused:
     """A function that is compiled once for each graph, in the first call that needs this graph.
 
-    The first result of each compiled graph is compared with that of the uncompiled function. `difference` returns how
-    the results differ, in words, or "" if they differ only by rounding.
+    The first result of each compiled graph is compared with that of the uncompiled function, which must have no side
+    effects. `difference` returns how the results differ, in words, or "" if they differ only by rounding.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ numbers = itertools.count()
 
 
 def next_token(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """Return a `NextToken`, fused on CUDA if `longest` is at least `LEAST_LENGTH`."""
+    """Return a `NextToken`, fused on CUDA if `longest` (`max_completion_length`) is at least `LEAST_LENGTH`."""
     return cached_sampler(settings, vocabulary, device, device.type == "cuda" and longest >= LEAST_LENGTH)
 
 

@@ -1,8 +1,8 @@
 """The local engine. It samples with the policy itself, through the unmodified model code of transformers.
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
-batch are called open rows. Waiting prompts join as soon as enough rows have left (continuous batching; Yu et al. 2022,
-"Orca"). Start with `LocalEngine.decode`.
+batch are called open rows. If the number of rows is limited (`max_rows`), some prompts may have to wait. They join as
+soon as enough rows have left (continuous batching; Yu et al. 2022, "Orca"). Start with `LocalEngine.decode`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
 """The class that captures decoding steps, by device type."""
 
 LEAST_ENDED = {"cpu": 0.0}
-"""Fraction of the open rows that must have ended before they leave the batch, by device type; 0.25 for types not
-listed. On GPUs, every new number of rows needs different kernels."""
+"""Fraction of the open rows that must have ended before the ended rows leave the batch, by device type; 0.25 for types
+not listed. On GPUs, every new number of rows needs different kernels."""
 
 
 SamplingPath = Literal["shared", "repeated", "generate"]
@@ -106,7 +106,7 @@ class LocalEngine(RolloutEngine):
         gather_for_generation: How sharded weights (FSDP2, ZeRO-3) are gathered for sampling. True gathers them once per
             rollout, so every device must hold the full weights. False gathers each layer at every token, and all ranks
             wait for the longest completion. "auto" is False if the full weights would take more than half of the free
-            memory of a GPU, and True if not.
+            memory of a GPU, and True if not. All three give the same completions.
         enforce_eager: True runs decoding steps without CUDA graphs and without fused layers, which takes several times
             longer for small models. False uses them on GPUs if the weights are not sharded and the model allows them.
     """
@@ -230,7 +230,7 @@ class LocalEngine(RolloutEngine):
             )
 
     def samples_from(self, policy: nn.Module) -> bool:
-        """True if the engine is connected to this policy, or to the model inside a wrapper."""
+        """True if the engine is connected to a model with this policy's weights, such as the model inside a wrapper."""
         connected = set(self.policy.parameters())
         return any(weight in connected for weight in policy.parameters())
 
@@ -288,8 +288,9 @@ class LocalEngine(RolloutEngine):
     def quick_steps(self, longest: int) -> Iterator[None]:
         """Context that makes decoding steps faster on a device that supports CUDA graphs.
 
-        Weights are cast to the dtype of autocast once, not at every token. Without `enforce_eager`, steps run from CUDA
-        graphs and with fused layers. With sharded weights or transformers' `generate`, nothing changes.
+        Weights are cast to the dtype of autocast once, not at every token. If `enforce_eager` is false and `longest`
+        (`max_completion_length`) is at least `LEAST_LENGTH`, steps run from CUDA graphs and with fused layers. With
+        sharded weights or transformers' `generate`, nothing changes.
         """
         device = compute_device(self.policy)
         if self.path == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:
@@ -404,9 +405,9 @@ class LocalEngine(RolloutEngine):
     ) -> tuple[OpenRows | None, Wave]:
         """Remove finished rows, and take waiting prompts for their places.
 
-        The finished rows are removed if they are at least the fraction `LEAST_ENDED` of the open rows, or if a row has
-        its maximum length. If completions cannot share the keys and values of their prompt, waiting prompts are taken
-        only if all rows are finished.
+        A row is finished if it has ended or has its maximum length. The finished rows are removed if they are at
+        least the fraction `LEAST_ENDED` of the open rows, or if a row has its maximum length. If completions cannot
+        share the keys and values of their prompt, waiting prompts are taken only if all rows are finished.
 
         Returns:
             The remaining open rows, or None if there are none; and the prompts that join.
@@ -458,7 +459,8 @@ class LocalEngine(RolloutEngine):
     ) -> tuple[SamplingCache, Tensor]:
         """Run the left-padded prompts [N, L]. Returns: their cache, and logits [N, V] of the first completion token.
 
-        `begun` holds keys and values of the first columns, per layer. The model then runs only the other columns.
+        `begun` holds keys and values of the first columns, per layer. With `begun`, the model runs only the other
+        columns.
 
         Raises:
             LostCacheError: If the model did not store the prompts in the cache.

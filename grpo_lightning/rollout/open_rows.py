@@ -50,7 +50,10 @@ class WaitingPrompts:
 
     @property
     def num_waves(self) -> int:
-        """Number of waves if each wave starts only after the previous wave has ended."""
+        """Number of waves if each wave starts only after the previous wave has ended.
+
+        The number of decoding steps is at most this number times the maximum completion length.
+        """
         return -(-len(self.wave.prompts) // max(1, self.max_rows // len(self.wave.part)))
 
     def take(self, num_open: int) -> Wave:
@@ -212,7 +215,10 @@ class SampledRows:
         return ends.any(1)
 
     def store(self, index: Tensor) -> None:
-        """Move the tokens in `steps` to the host. `index` is [open rows], the index of each row in the rollout."""
+        """Move the tokens in `steps` to the host, and drop tokens after the end of their completion.
+
+        `index` is [open rows], the index of each row in the rollout.
+        """
         if not self.steps:
             return
         columns = [torch.stack(column, 1).tolist() for column in zip(*self.steps, strict=True)]
@@ -240,7 +246,7 @@ class SampledGroups:
         """By the index of the prompt."""
 
     def report_ended(self, rows: list[SampledRow]) -> None:
-        """Build and report the groups of rows [N * size] that have all ended, each once."""
+        """Build and report, only once, each group in which all rows have ended. `rows` is [N * size]."""
         for number, own in enumerate(self._by_prompt(rows)):
             if number not in self.completions and all(row.has_ended for row in own):
                 self._report(number, own)

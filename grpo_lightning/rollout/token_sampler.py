@@ -4,8 +4,8 @@ The sampled token is the first token of the vocabulary whose cumulative probabil
 Every prompt has its own stream of these numbers. For given weights and sampling settings, a completion therefore
 depends only on its prompt, the seed of the prompt, and its index in the group.
 
-`NextToken` computes the sampled token from logits and uniform numbers. It never waits for the device, so that
-`torch.compile` can fuse it (`rollout/kernel_fusion.py`).
+`NextToken` computes the sampled token from logits and uniform numbers. It keeps no state and never waits for the
+device, so that `torch.compile` can fuse it (`rollout/kernel_fusion.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SampledTokens(NamedTuple):
 
 
 class TokenSettings(NamedTuple):
-    """The fields of `SamplingParams` that change the sampled token, hashable."""
+    """The fields of `SamplingParams` that change the sampled token, in a hashable form."""
 
     temperature: float
     repetition_penalty: float
@@ -171,7 +171,7 @@ def first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Returns:
         Three tensors [rows, 1]: the index (its weight is positive), the sum of the weights before this index, and the
-        target.
+        target, lowered if necessary.
     """
     # Entries of weight 0 are masked, because a parallel cumsum can increase by a rounding error at such an entry.
     cumulated = weights.cumsum(-1, dtype=target.dtype).masked_fill(weights == 0, 0)
@@ -200,7 +200,7 @@ class Suppression:
         self.bias: Tensor | None = None
         """[size], 0 or -inf. Filling the logits with -inf would need a copy of them."""
         if among:
-            # A copy to a GPU at every token would wait for the GPU.
+            # Made only once, because a copy to a GPU at every token would wait for the GPU.
             bias = torch.zeros(self.size, dtype=torch.float32, device="cpu")
             self.bias = bias.index_fill_(0, torch.tensor(among, device="cpu"), -torch.inf).to(device)
 
@@ -284,7 +284,7 @@ class Uniforms:
 
 
 class TokenSampler:
-    """Samples the next token of every row."""
+    """Samples the next token of every row with `NextToken` and the random numbers of `uniforms`."""
 
     def __init__(
         self,

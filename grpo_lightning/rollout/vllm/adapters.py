@@ -47,6 +47,7 @@ class AdapterFolders:
         """Write a version of the adapter into a new folder, which gets its final name only when it is complete.
 
         `weights` contain s B in place of B (`weights.adapter_weights`). The folder's name is the name of the adapter.
+        The folder of the previous version is removed.
         """
         from safetensors.torch import save_file
 
@@ -64,7 +65,7 @@ class AdapterFolders:
         return folder
 
     def remove(self) -> None:
-        """Remove the newest folder, because vLLM has already loaded it."""
+        """Remove the folder that was written last. vLLM has already loaded its adapter."""
         if self.newest is not None:
             shutil.rmtree(self.newest, ignore_errors=True)
 

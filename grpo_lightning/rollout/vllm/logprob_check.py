@@ -45,7 +45,7 @@ def check_difference(difference: float, dtypes: Iterable[torch.dtype], *, is_ser
     of bfloat16.
 
     Raises:
-        ValueError: If they differ more.
+        ValueError: If they differ by more than rounding.
     """
     tolerance = max(LARGEST_DIFFERENCE.get(dtype, 0.1) for dtype in dtypes)
     if is_server:

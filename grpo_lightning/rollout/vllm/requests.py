@@ -20,7 +20,7 @@ LEAST_TEMPERATURE = 0.01
 
 SUPPRESSED = -100.0
 """Logit bias of suppressed tokens. This is the lowest bias that vLLM's server accepts. exp(-100) is below the precision
-of float32."""
+of float32, so suppressed tokens do not change the log-probs of other tokens."""
 
 
 MOST_SUPPRESSED = 1024
@@ -100,7 +100,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def sampling_settings(sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Translate sampling settings to vLLM's names, completely, so that no default of a model or server applies."""
+    """Translate all sampling settings to vLLM's names, so that no default of a model or server applies."""
     is_greedy = sampling.is_greedy
     return {
         "n": 1,

@@ -29,7 +29,7 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 """Route that exists only if the server accepts adapters at runtime."""
 
 PATIENCE = 5
-"""Seconds to wait for an answer that explains a failure, or to a health check."""
+"""Seconds to wait for an answer that explains a failure, or for the answer to a health check."""
 
 REFUSAL = 0.5
 """Seconds within which a server refuses to open the weight transfer group."""
@@ -131,7 +131,7 @@ class Client:
 
 
 def remedy(status: int, text: str) -> str:
-    """Advice about a request that vLLM refuses, or ""."""
+    """Advice about a request that vLLM refuses; "" if there is none."""
     if status == 401:
         verb = "Correct" if os.environ.get(API_KEY) else "Set"
         return f"{verb} the environment variable {API_KEY}: it must hold the server's API key."
@@ -160,7 +160,8 @@ class Served:
         self.adapter: str | None = None
         """Name of this run's newest adapter on the server; None without adapters."""
         self.loaded: set[str] = set()
-        """Names of adapters that the server may have, even if its answer got lost."""
+        """Names of adapters that the server may have. If the answer to a request got lost, the server may still have
+        loaded the adapter."""
         self.route = COMPLETIONS
         self.has_images = False
         """True if prompts may have images (`check_images`)."""
@@ -174,6 +175,8 @@ class Served:
 
     def check(self, policy: str | None) -> None:
         """Check the server, its version and its model, before the policy's weights are loaded.
+
+        `policy` is the name or folder of the policy. If it is None, the server may serve any model.
 
         Raises:
             ServerError: If no vLLM server answers.
@@ -271,8 +274,9 @@ class Served:
         }
         if self.backend == "gloo":
             info["timeout"] = self.client.timeout
-        # The server answers only after its workers have joined, and the workers wait for rank 0. If the server refuses,
-        # no worker joins, and opening the group would wait for the whole timeout.
+        # The server answers only after its workers have joined, and the workers wait for rank 0. So the request is sent
+        # in the background. If the server refuses, no worker joins, and opening the group would wait for the whole
+        # timeout. So the call first waits for a refusal.
         answer = in_background(lambda: self.client.post("/init_weight_transfer_engine", {"init_info": info}))
         wait((answer,), REFUSAL)
         try:
@@ -324,9 +328,9 @@ class Served:
         """End an update that did not finish, so that a new one can start.
 
         vLLM refuses a new update while the old one is active. If the old update failed while weights were received, it
-        is no longer active, but its incomplete layers still wait for the rest of their weights. They would get weights
-        of both updates. This method requests the start of an empty update, and then the end of the active update. Until
-        new weights are sent, the incomplete layers have arbitrary values.
+        is no longer active, but its incomplete layers still wait for the rest of their weights. In a new update, these
+        layers would get weights of both updates. This method requests the start of an empty update, and then the end of
+        the active update. Until new weights are sent, the incomplete layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.
@@ -398,7 +402,7 @@ class Served:
     # ------------------------------------------------------------------------------------------------------- sampling
 
     def complete(self, request: Request, version: str) -> Answer:
-        """Sample the completion of one request, from the weights `version`.
+        """Sample the completion of one request. The server must have the weights with the name `version`.
 
         Raises:
             LostWeightsError: If the completion was sampled from other weights.
@@ -421,8 +425,8 @@ class Served:
             body = request.settings | {"model": model, "prompt": request.prompt_ids, "return_token_ids": True}
             (choice,) = self._request_tokens(COMPLETIONS, body)["choices"]
             logprobs = choice["logprobs"]["token_logprobs"]
-            # Requested after sampling. Every update has a unique name, so the version shows whether the weights were
-            # replaced.
+            # The version is requested after sampling. Every update has a unique name, so the version shows whether the
+            # weights were replaced.
             versions = {self.reported_version()}
         if choice["finish_reason"] == "abort":
             raise UnavailableError(f"{self.url} aborted a completion: another client may have paused the server.")

@@ -59,7 +59,11 @@ class Job:
 
 @dataclass(eq=False)
 class Pending:
-    """The unanswered requests of a call."""
+    """The unanswered requests of a call.
+
+    `waiting` are the requests to send. `num_sent` is the number of requests that each server works on, by address.
+    `homes` is the server of each prompt, by the index of the prompt.
+    """
 
     waiting: list[Job]
     num_sent: dict[str, int]
@@ -104,8 +108,8 @@ class Announcement(NamedTuple):
 class Servers:
     """The policy on vLLM servers, with weights from the trainer.
 
-    For the settings, see `VLLMEngine`. `first` is the index of the server that gets this rank's first prompt, so that
-    the ranks do not all begin with the same server.
+    For the settings, see `VLLMEngine`. `first` is the index of the server that gets this rank's first prompt. It
+    differs between ranks, so that the ranks do not all begin with the same server.
     """
 
     def __init__(
@@ -261,7 +265,8 @@ class Servers:
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
         """Sample one completion per request, and yield each as it arrives.
 
-        Requests that fail temporarily are repeated. If no server has the weights any more, the iteration ends early.
+        Requests that fail temporarily are repeated. If no server has the weights any more, the iteration ends early,
+        and completions are missing.
 
         Raises:
             ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times.

@@ -154,7 +154,7 @@ def are_urls(values: list[str]) -> bool:
 
 
 def check_addresses(urls: list[str], group_port: int) -> None:
-    """Check for servers that are named twice, and for enough ports. Raises: ValueError."""
+    """Check that no server is named twice, and that there are enough ports. Raises: ValueError."""
     if twice := [url for url in dict.fromkeys(urls) if urls.count(url) > 1]:
         raise ValueError(f"engine: the server {twice[0]} is named twice: name each server once.")
     if group_port + len(urls) > 2**16:
@@ -184,7 +184,7 @@ class VLLMEngine(RolloutEngine):
             must divide the number of ranks.
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps the weights and the KV cache. 1
             moves vLLM's weights to the CPU and discards the KV cache. 2 discards both, so that the weights are sent
-            before every rollout.
+            before every rollout, even if they have not changed.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. With
             quantization, completions come from a different distribution than the policy's, so set
             `objective.rollout_correction`.
@@ -283,7 +283,8 @@ class VLLMEngine(RolloutEngine):
         self._check_mode()
         check_addresses(self.urls, group_port)
         self.group = ranks.Teams(tensor_parallel_size)
-        """The ranks of a tensor-parallel group, which have different prompts."""
+        """The ranks of a tensor-parallel group. Unlike the ranks of a `ranks_per_group` team, they have different
+        prompts."""
         self.backend: Backend | None = None
         self.syncing_thread: int | None = None
         """Thread of the last call of `sync_weights`."""
@@ -450,7 +451,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def connect(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, sharding: Sharding) -> None:
-        """Start vLLM, or connect to the servers if `check_run` has not.
+        """Start vLLM, or connect to the servers if `check_run` has not done this.
 
         Raises:
             ValueError: If the policy is not supported.
@@ -578,6 +579,8 @@ class VLLMEngine(RolloutEngine):
 
     def _adopt_if_sent(self, error: Exception | None, failures: int) -> bool:
         """Exchange the errors of all ranks, and adopt the update's result if there are none. Collective.
+
+        `failures` is the number of attempts, including the current one.
 
         Returns: False if the weights have to be sent again. Raises: an error that is not temporary, on every rank.
         """

@@ -67,7 +67,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
 def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
     """Iterate over the policy's full weights in the form that vLLM loads, one group of modules at a time.
 
-    If `gathered` is None, the weights of an unsharded policy are merged.
+    If `gathered` is None, the policy must be unsharded, and the weights are gathered for the kind "merged".
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -212,8 +212,8 @@ def check_policy(policy: Any) -> None:
     """Check that vLLM can load the weights of a policy under the names that `weight_groups` gives them.
 
     Raises:
-        ValueError: For experts in one parameter per layer, for quantized weights, and for adapters that cannot be
-            merged as W + s B A.
+        ValueError: If one parameter holds all experts of a layer, if the weights are quantized, or if an adapter cannot
+            be merged as W + s B A.
     """
     model = base_model(policy)
     kind = model.config.model_type
