@@ -1,4 +1,4 @@
-"""Finds and switches peft's adapters, and compares the policy with its base.
+"""Find and switch peft's adapters, and compare the policy with its base.
 
 The trained adapter keeps the name with which it was created or loaded. A second adapter, `STARTING`, is a frozen copy
 of the initial adapter.
@@ -41,7 +41,7 @@ def switched_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """True for peft's wrapper of a layer."""
+    """True for peft's wrapper of a layer. Only attributes are checked, because peft may not be installed."""
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
@@ -57,7 +57,7 @@ def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
 
 
 def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
-    """Iterate over one kind of weights of an adapter in one of its layers ("lora_A")."""
+    """Iterate over one kind of weights of an adapter in one of its layers, for example "lora_A"."""
     parts = getattr(layer, kind)
     if adapter in parts:
         yield from parts[adapter].parameters() if isinstance(parts[adapter], nn.Module) else [parts[adapter]]
@@ -105,8 +105,8 @@ def widen_copies(adapted: Any, adapter: str | None = None) -> bool:
     The copies still compute in the dtype of their originals, so that the policy initially equals its base.
 
     Returns:
-        True if there are such copies. If float32 values were loaded into the copies before this call, they were rounded
-        to 16 bits and must be loaded again.
+        True if there are such copies. If float32 values were loaded into the copies before this call, these values were
+        rounded to 16 bits and must be loaded again.
     """
     copies = narrow_copies(adapted, adapter)
     for copied, original in copies:
@@ -139,7 +139,7 @@ def adds_nothing(policy: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """True if the trained adapter does not change the policy yet.
 
     In this case, B A is 0 in all layers, DoRA's magnitudes are the norms of the base's rows, and copied layers equal
-    their originals.
+    their originals. `dtype` is as in `set_magnitude`.
     """
     name = trained_adapter(policy)
 
@@ -170,7 +170,8 @@ def set_magnitude(layer: Any, magnitude: Any, adapter: str, dtype: torch.dtype |
     """Set one of peft's DoRA magnitudes to the norms of the rows of W + s B A, computed in the dtype of the run.
 
     In every forward pass, peft computes these norms and divides the magnitude by them. The policy equals its base only
-    if the magnitude was rounded in the same way as the norms.
+    if the magnitude was rounded in the same way as the norms. `dtype` is the dtype that the strategy converts all
+    weights to; None if it converts none.
     """
     from peft.utils.integrations import dequantize_module_weight
 
@@ -223,7 +224,7 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def untie(policy: Any) -> None:
-    """Untie embeddings and head if one has an adapter."""
+    """Untie embeddings and head if one has an adapter, because merging the adapter must not change the other one."""
     base = policy.get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if not any(map(is_adapter_layer, ends)):

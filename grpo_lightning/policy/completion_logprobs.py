@@ -4,7 +4,7 @@ extended: The prompt pass runs each prompt once, and keeps its KV cache in the a
 the completions with this cache.
 
 dense: Every row is [prompt | completion]. This path is used for models that do not support the extended path, and for
-completions that contain images.
+completions that contain images (in observations of an environment).
 
 Both paths give the same values and gradients, up to rounding. A completion is scored on the same path throughout a run,
 because another path would change log-probs by rounding.
@@ -70,8 +70,8 @@ class Scorer:
 
     Args:
         path: "extended" or "dense" (see the module).
-        chunk_size: Maximum completions per chunk. Completions are sorted by length before they are divided into chunks.
-            None runs all completions in one chunk.
+        chunk_size: Maximum completions per chunk. Each chunk is one forward pass. Completions are sorted by length
+            before they are divided into chunks. None runs all completions in one chunk.
         checkpoint_chunks: Recompute each chunk's activations in the backward pass.
         head_chunk_size: Tokens per slice of the vocabulary head (`SlicedHead`). None uses `FullHead`.
         logit_scale: Factor by which the model multiplies its head's output; only used by `SlicedHead`.
@@ -181,7 +181,8 @@ class Scorer:
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
         """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
 
-        Additional chunks, which another rank needs, run the shortest completion again.
+        If another rank needs more chunks than this rank has completions, each additional chunk runs the shortest
+        completion again.
         """
         lengths = self._row_lengths(batch)
         sizes = chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1)
@@ -211,7 +212,8 @@ class Scorer:
     def cost(self, prompt_lengths: Sequence[int], completion_lengths: Sequence[int]) -> float:
         """Cost of a micro-batch in tokens.
 
-        Each forward pass adds `AutoChunks.pass_tokens` (0 without `AutoChunks`).
+        The cost is the number of computed tokens, padding included. Each forward pass adds `AutoChunks.pass_tokens` (0
+        without `AutoChunks`).
         """
         if not completion_lengths:
             return 0
@@ -280,11 +282,13 @@ def text_dummy_of(batch: MicroBatch) -> MicroBatch:
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 CPU_PASS_TOKENS = 32
-"""Number of tokens that a CPU computes while it launches a forward and backward pass. Measurements gave 22 to 46."""
+"""Number of tokens that a CPU computes in the time that it needs to launch a forward and backward pass. Measurements
+gave 22 to 46."""
 
 GATHER_TOKENS = 4_000
-"""Number of tokens that a GPU computes while the weights are gathered for a forward and backward pass. Each weight is
-gathered twice, in 16 bits at 50 GB/s. A token takes 6 operations per weight, at `GPU_OPERATIONS`."""
+"""Number of tokens that a GPU computes while the weights are gathered for a forward and backward pass. The estimate
+assumes that each weight is gathered twice, in 16 bits at 50 GB/s, and that a token takes 6 operations per weight, at
+`GPU_OPERATIONS`."""
 
 LAYER_SECONDS = 0.75e-3
 """Time to launch the operations of a decoder layer, forward and backward: about 150 operations of 5 microseconds
@@ -295,7 +299,8 @@ GPU_OPERATIONS = 3e14
 
 CHECKPOINTED_NUMBERS = 8_000_000
 """Maximum of (tokens * hidden size) in a chunk with activations that are recomputed in the backward pass. In every
-layer, activations take about 40 times this many 16-bit numbers, which is 15 GB in 24 layers."""
+layer, activations take about 40 times this many 16-bit numbers, which is 15 GB in 24 layers. Chunks may exceed the
+maximum if the hidden size is above 3,906, because `auto_chunks` always allows 2,048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -748,8 +753,8 @@ def head_replaced(model: nn.Module, forward: Callable[[Logits, Tensor], Tensor],
         model: The policy; its weights stay unchanged.
         forward: Gets two arguments: `logits`, a function that maps hidden states to the model's final logits, and
             `hidden`, the input of the head.
-        scale: Factor by which the model multiplies its head's output. `logits` includes it. The caller must divide the
-            model's output by `scale`.
+        scale: Factor by which the model multiplies its head's output. The result of `logits` includes this factor. The
+            model also multiplies the result of `forward`, so the caller must divide the model's output by `scale`.
     """
     head, config = running_module(base_model(model).get_output_embeddings()), text_config(model)
     run, is_own = head.forward, "forward" in vars(head)

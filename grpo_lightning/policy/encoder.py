@@ -74,7 +74,7 @@ class Encoder:
     def never_sampled(self) -> tuple[int, ...]:
         """Ids that are never sampled: `media_token_ids`, and ids beyond the tokenizer's last token.
 
-        Many embedding matrices have extra rows.
+        Many embedding matrices have extra rows. The ids of these rows cannot be decoded to text.
         """
         size = 0 if self.config is None else vocabulary_size(self.config)
         first = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -88,6 +88,8 @@ class Encoder:
 
     def __call__(self, prompt: Prompt, where: str = "") -> EncodedPrompt:
         """Encode a prompt and read its images.
+
+        `where` is the name of the prompt in errors (by default, `prompt.label`).
 
         Raises:
             ValueError: If the prompt cannot be tokenized, has unreadable images, or contains something that the policy
@@ -273,7 +275,7 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """Original size of an image, and its size as resized by the processor (original if unknown)."""
+        """Original size of an image, and its size as resized by the processor (the original size if unknown)."""
         resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()
@@ -311,7 +313,7 @@ def map_contents(change: Callable[[Any], Any], content: Any) -> Any:
 
 
 def merge_text_parts(parts: Any) -> Any:
-    """Merge adjacent text parts of a message, as templates do."""
+    """Merge adjacent text parts of a message, as templates do, to find special tokens that are split over two parts."""
     if isinstance(parts, str):
         return parts
     merged: list[Mapping[str, Any]] = []

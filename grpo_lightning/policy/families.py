@@ -1,4 +1,4 @@
-"""Vision-language model families, one record each. Other files never check a model type.
+"""Vision-language model families, one record each. Other files read a model's record and never check its model type.
 
 A record has only the properties that models do not declare themselves.
 """
@@ -33,7 +33,7 @@ class Family:
     media_tokens: tuple[str, ...]
     """Placeholder and delimiter tokens of images and videos. They are never sampled, and are escaped in prompt texts.
 
-    A sampled placeholder would have no image."""
+    A sampled placeholder would have no image, and the next forward pass would fail."""
 
     coordinates: Coordinates
     """Coordinate system in which the model locates objects in an image."""

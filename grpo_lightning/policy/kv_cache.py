@@ -6,8 +6,9 @@ Scoring. `PrefixCache` is a write-once cache. The states of each prompt are stor
     model(**prompts, cache=prefix, use_cache=True)
     model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
-The passes have separate cache objects because of activation checkpointing. Because no state is written twice, both
-passes can be checkpointed, and gradients can flow through the states of linear-attention layers.
+The passes have separate cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass
+after the completion pass has run. The recompute needs the cache as the prompt pass left it. Because no state is written
+twice, both passes can be checkpointed, and gradients can flow through the states of linear-attention layers.
 
 Decoding. After a prefill into a `SamplingCache`, decoding continues with one of two caches (`DecodingCache`):
 
@@ -322,8 +323,8 @@ class DecodingCache(Protocol):
 class SamplingCache(DynamicCache):
     """KV cache (`DynamicCache`) that stores keys and values in the dtype that attention uses.
 
-    Under autocast the rotary embedding returns float32 keys, and the values become float32 too. Attention then casts
-    the entire cache at every token.
+    Under autocast the rotary embedding returns float32 keys, and the values become float32 too. With a `DynamicCache`,
+    attention would then cast the entire cache at every token.
     """
 
     def update(
@@ -345,7 +346,10 @@ class States(NamedTuple):
 
 
 class RepeatedPrompts:
-    """A prefilled cache whose states are repeated for the completions."""
+    """A prefilled cache whose states are repeated for the completions.
+
+    The arguments are those of `SharedPrompts`. This class does not use `policy` and `longest`.
+    """
 
     def __init__(
         self, policy: nn.Module, prefilled: SamplingCache, mask: Tensor, prompt_of: Tensor, longest: int
@@ -565,7 +569,8 @@ class SharedPrompts(Cache):
         """Group the rows by prompt, and give each row a place.
 
         `row_at` holds the row at each place of each group. `place_of` holds the group and the place of each row. All
-        groups have equally many places. An unused place refers to row 0, and its attention is dropped.
+        groups have equally many places. An unused place refers to row 0, and the attention of this place is
+        dropped.
         """
         members: list[list[int]] = [[] for _ in self.prompts[0].keys]
         places = []
@@ -731,7 +736,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> AttentionKernel:
-    """Choose torch's fused kernel, or `matrix_products` if the kernel does not support the arguments."""
+    """Choose torch's fused kernel, or `matrix_products` if no fused kernel supports the arguments."""
     kernel = {"cpu": flash_of_cpu, "cuda": efficient_of_cuda}.get(device_type, matrix_products)
     sample = torch.zeros(1, 1, 8, head_size, dtype=dtype, device=device_type)
     try:
@@ -782,7 +787,7 @@ def masking_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_left(states: Tensor, length: int) -> Tensor:
-    """Bring left-padded states [..., L, size] to `length` tokens."""
+    """Bring left-padded states [..., L, size] to `length` tokens by adding zeros or dropping padding on the left."""
     return nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 

@@ -58,7 +58,8 @@ class Policy:
     """Encodes prompts with the policy's tokenizer and processor."""
 
     scorer: Scorer | None
-    """None if the weights are sharded. A sharded model cannot run before training starts."""
+    """None if the weights are sharded. A sharded model cannot run before training starts, so the Lightning module calls
+    `choose_scorer` at the start of training."""
 
     converted_dtype: torch.dtype | None = None
     """Dtype that the strategy will convert all weights to; None if it converts none."""
@@ -106,8 +107,8 @@ class PolicyLoader(PolicySettings):
 
         Args:
             sharding: How the weights will be sharded over the ranks; None if they are not sharded.
-            longest_row: Maximum number of tokens in a row of this run (prompt and completion). None means the model's
-                maximum length.
+            longest_row: Maximum number of tokens in a row of this run (prompt and completion). Rotary frequencies that
+                depend on the length are fixed to this length. None means the model's maximum length.
             compute_dtype: Dtype that the run computes in (`trainable.compute_dtype`); None means the weights' dtype.
             device_type: Device type of the run; None means CUDA if available.
         """
@@ -185,7 +186,7 @@ class PolicyLoader(PolicySettings):
         return Encoder(load_tokenizer(self, processor, config), processor, config)
 
     def choose_attention(self, compute_dtype: str, device_type: str, config: PretrainedConfig) -> str | None:
-        """The kernel to request from transformers; None for a model in memory."""
+        """The kernel to request from transformers (see the function `choose_attention`); None for a model in memory."""
         if isinstance(self.model, nn.Module):
             return None
         return choose_attention(
@@ -198,7 +199,10 @@ class PolicyLoader(PolicySettings):
     def load_model(
         self, sharding: Sharding | None = None, attention: str | None = None, device_type: str | None = None
     ) -> PreTrainedModel:
-        """Load the model in eval mode, before layers are frozen and adapters are added."""
+        """Load the model in eval mode, before layers are frozen and adapters are added.
+
+        If `attention` is None, the kernel is `self.attention`, or the model's default if the setting is "auto".
+        """
         from transformers import PreTrainedModel
 
         sharding = sharding or Sharding()
@@ -268,8 +272,9 @@ def remote_code(settings: PolicySettings, config: PretrainedConfig) -> dict[str,
 def import_model_code(config: PretrainedConfig) -> None:
     """Import the module of transformers that defines the models of this config.
 
-    While ZeRO-3 builds a model, it replaces the constructors of all `nn.Module` classes. Classes that are imported in
-    between lose what transformers' decorators added to their constructors, and cannot run.
+    Must be called before the model is built. While ZeRO-3 builds a model, it replaces the constructors of all
+    `nn.Module` classes, and restores them afterwards. Classes that are imported during this time lose what
+    transformers' decorators add to their constructors. The next model with such classes cannot run.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -344,7 +349,7 @@ def choose_attention(
 def disable_cudnn_attention() -> None:
     """Keep `scaled_dot_product_attention` from using cuDNN.
 
-    cuDNN makes a plan for every new shape, which takes tens of milliseconds.
+    cuDNN needs tens of milliseconds to make a plan for a new shape, and every decoding step has a new shape.
     """
     if torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -498,7 +503,10 @@ def check_names_without_weights(loader: PolicySettings, config: PretrainedConfig
 
 
 def adapter_setting(loader: PolicySettings, name: str) -> Any:
-    """Read a setting, which has the same name in peft and in `LoRA`; None if the policy has no adapter."""
+    """Read a setting of the policy's adapter; None if the policy has no adapter.
+
+    The setting must have the same name in peft and in `LoRA`.
+    """
     if loader.has_adapters_in_memory:
         return getattr(loader.model.peft_config[trained_adapter(loader.model)], name)
     if loader.lora is None or loader.lora.adapter is None:

@@ -236,7 +236,10 @@ def describe_adapter(policy: Any) -> dict[str, Any]:
 
 
 def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
-    """Add the layers of an adapter to a model, without the weights that the run trained."""
+    """Add the layers of an adapter to a model, without the weights that the run trained.
+
+    `description` is the result of `describe_adapter`.
+    """
     from peft import PeftConfig, get_peft_model
 
     # The config of a saved adapter has `inference_mode: true`, with which peft would freeze the adapter.

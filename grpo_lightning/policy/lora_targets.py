@@ -62,7 +62,10 @@ def expert_targets(model: Any, names: Iterable[str] | None, saved: Iterable[str]
 
 
 def _has_experts(settings: Mapping[Any, Any]) -> bool:
-    """True if a config has a field with "expert" in its name that is neither 0 nor empty."""
+    """True if a config has a field with "expert" in its name that is neither 0 nor empty.
+
+    Fields of nested dicts count too. Their names can be numbers, as in `id2label`.
+    """
     return any(
         _has_experts(value) if isinstance(value, Mapping) else "expert" in str(name) and bool(value)
         for name, value in settings.items()
@@ -169,7 +172,7 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
     Args:
         model: The base model.
         names: Suffixes of layer names to select; None selects all layers that can have an adapter, except the head.
-        saved: Names of modules that are trained completely.
+        saved: Names of modules that are trained completely, and therefore get no adapter.
 
     Raises:
         ValueError: If a suffix matches no layer, or matches a layer that cannot have an adapter.

@@ -316,11 +316,11 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 
 
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
-    """[tokens] absolute differences between log-probs of the sliced and the full head, in nats.
+    """Absolute differences between log-probs of the sliced and the full head: [tokens], nats; [2 * tokens] on a GPU.
 
     On a GPU, the prompt pass of the sliced head has no mask only if attention computes in 16 bits
     (`columns_of_prompts`). The probe can compute in 32 bits although the run computes in 16 bits. On a GPU, the
-    log-probs are therefore compared a second time, without the mask.
+    log-probs are therefore compared a second time, without the mask if the model allows that.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -84,7 +84,7 @@ def fixed_length(model: nn.Module) -> int | None:
 
 
 def module_types(module: nn.Module) -> list[str]:
-    """The rope types of a transformers rotary embedding; none for any other module."""
+    """The rope types of a transformers rotary embedding; an empty list for any other module."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):  # one per layer type
         return list(kinds.values())

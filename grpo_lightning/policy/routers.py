@@ -1,6 +1,7 @@
 """Find the routers of a mixture of experts, and record the routers' logits during forward passes.
 
-The hooks exist only while the root module runs. A recompute in the backward pass therefore records no token twice.
+Forward hooks record the logits. The hooks exist only while the root module runs, so a recompute in the backward pass
+records no token twice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Routers:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Context in which the routers' logits are appended to a list, in running order."""
+        """Context in which the routers' logits are appended to a list, in the order in which the routers run."""
         recorded: list[Tensor] = []
         hooks = [
             module.register_forward_hook(functools.partial(_record, recorded, index)) for module, index in self.places

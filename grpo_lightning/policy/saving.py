@@ -21,7 +21,7 @@ from grpo_lightning.policy.transformers_internals import is_adapted, naming
 def write_policy(
     model: Any, tokenizer: Any, folder: Path, *, config: Any = None, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Save weights, config, and tokenizer or processor. For a model with adapters, save the adapter.
+    """Save weights, config, and tokenizer or processor. For a model with adapters, save the adapter, not all weights.
 
     Files appear in the folder only when all files are complete.
 

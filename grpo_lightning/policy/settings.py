@@ -38,7 +38,7 @@ class PolicySettings:
         dtype: Dtype of the weights; adapters are always float32. If the policy has no adapters, and the strategy has no
             float32 master weights, use float32, because updates of bfloat16 weights are lost to rounding at GRPO's
             learning rates.
-        head_dtype: "float32" computes the logits in float32. This includes sampling and the reference. "auto" computes
+        head_dtype: "float32" computes the logits in float32, also for sampling and for the reference. "auto" computes
             the logits in the run's precision.
         attention: Attention kernel. "auto" uses flash_attention_2 if it is installed, it supports the model, and the
             run computes in 16 bits on CUDA. If not, "auto" uses the model's default (mostly sdpa). A run computes in 16
@@ -59,9 +59,9 @@ class PolicySettings:
             weights with the policy.
         freeze_vision_modules: Freeze the vision tower and its projector. With the local engine, each prompt's images
             are then encoded only once per rollout.
-        max_pixels: Maximum pixels per image. Null uses the processor's own limit. The setting applies only to the
-            families of Qwen and GLM.
-        min_pixels: Minimum pixels per image. The same families support it.
+        max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
+            the families of Qwen and GLM support the setting.
+        min_pixels: Minimum pixels per image; smaller images are scaled up. The same families support the setting.
         max_anyres_num: Maximum number of tiles per image; only for InternVL.
         quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
             then the dtype of the weights that are not quantized (embeddings, norms and head).

@@ -39,7 +39,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Context in which randomly initialized layers and adapters are created unsharded."""
+        """Context in which randomly initialized layers and adapters are created unsharded, to be sharded later."""
         yield
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Context in which every rank has the model's full weights."""
+        """Context in which every rank has the model's full weights, so that forward passes are not collective."""
         yield
 
     def reshard(self, model: nn.Module) -> None:
@@ -166,7 +166,10 @@ class FullyShard(Sharding):
 
 
 class PartitionedGradients(Sharding):
-    """Sharding by ZeRO-1 and 2. Only DeepSpeed can access the gradients."""
+    """Sharding by ZeRO-1 and 2. Every rank has the full weights, but only DeepSpeed can access the gradients.
+
+    Once the DeepSpeed strategy is set up, `strategy.model` is DeepSpeed's engine.
+    """
 
     converts_weights = True
 

@@ -138,7 +138,7 @@ def keep_frozen_out_of_checkpoints(owner: nn.Module) -> FrozenWeights:
     A weight is dropped only if it was never trained. Loading does not report dropped keys as missing.
 
     The weights are dropped by a state-dict hook, because filtering in `on_save_checkpoint` breaks sharded strategies.
-    The hook belongs to the owner, because the policy may be a user's model.
+    The hook belongs to the owner, the Lightning module, because the policy may be a user's model.
     """
     frozen = FrozenWeights(frozen_names(owner))
     # Partial functions can be pickled with the owner.
@@ -195,7 +195,7 @@ def all_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def check_masters(settings: PolicySettings, precision: str | int | None, *, has_masters: bool) -> None:
     """Refuse to train 16-bit weights without float32 master copies.
 
-    A bfloat16 weight of 0.02 changes by at least 1.2e-4 or not at all.
+    Small updates would be lost to rounding. A bfloat16 weight of 0.02 changes by at least 1.2e-4 or not at all.
 
     Raises:
         ValueError: If the run trains 16-bit weights without 32-bit master copies.

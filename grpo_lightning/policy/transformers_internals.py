@@ -63,7 +63,7 @@ def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def rotary_function(forward: Any) -> FunctionType | None:
-    """The function `ROTARY` that a forward calls (decorated or not), or None."""
+    """The function `ROTARY` that a forward calls, even if the forward is decorated; None if it calls no `ROTARY`."""
     inner = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or not isinstance(inner, FunctionType):
         return None
@@ -72,7 +72,7 @@ def rotary_function(forward: Any) -> FunctionType | None:
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
-    """The RMS norms of a model, except torch's own norms."""
+    """The RMS norms of a model, except torch's own norms, which already run as one kernel."""
     return [
         module
         for module in model.modules()
@@ -106,7 +106,7 @@ class PlacedPrompts(NamedTuple):
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """True if the model's forward names this argument. `**kwargs` does not count."""
+    """True if the model's forward names this argument. `**kwargs` does not count, because a model can ignore it."""
     return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 

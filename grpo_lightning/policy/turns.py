@@ -70,7 +70,7 @@ class TurnTokens:
         """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
 
         A different stop token does not count, because it can open the next message. Some templates write a space in
-        front, which counts as well.
+        front of the repeated token. The tokens of this space count as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0
@@ -85,7 +85,7 @@ class TurnTokens:
         settings: Mapping[str, Any],
         where: str,
     ) -> tuple[list[int], ObservedImages]:
-        """Same as `ids`, for messages that contain images. Also return the images.
+        """Same as `ids`, for messages with a part {"type": "image"} per image. Also return the images.
 
         Returns:
             The tokens, and the images. Places in `ObservedImages` are counted from the first token of the observation.
@@ -206,7 +206,7 @@ class TurnTokens:
         """The part that the template removes from earlier turns of the policy: "reasoning", or "" for no part.
 
         Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
-        conversation anew then gives the model another text than training.
+        conversation anew then gives the model another text than in training.
         """
         turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
         user = {"role": "user", "content": "question"}

@@ -227,7 +227,7 @@ def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, visi
 
 
 def extend_vision(prompt: PromptVision, more_ids: Sequence[int], length: int) -> PromptVision:
-    """Vision inputs of a prompt and of the text that follows it in a conversation."""
+    """Vision inputs of a prompt of `length` tokens, and of the text that follows it in a conversation."""
     if not more_ids:
         return prompt
     count = len(more_ids)
