@@ -115,7 +115,7 @@ class ObjectiveTerms(NamedTuple):
     """[B, T] bool, True where the log-ratio exceeded 20 nats in absolute value."""
 
     kl_clamped: Tensor | None = None
-    """[B, T] bool, True where k3 was clipped to 10 nats; None for the other estimators."""
+    """[B, T] bool, True where k3 was clipped to 10 nats; None for the other estimators, and without a reference."""
 
     selected: Tensor | None = None
     """[B, T] bool, True at selected tokens; None if the objective selects none (`Objective.selection`)."""
@@ -163,7 +163,7 @@ class Objective:
     """Maximum ratio where the advantage is negative; must be above 1 + epsilon_high. Null means no limit."""
 
     cispo_lower_bound: bool = False
-    """Also cap CISPO's weight from below, at 1 - epsilon (as verl does)."""
+    """Also cap CISPO's weight from below, at 1 - epsilon, as verl does. The paper's authors do not."""
 
     dppo_max_ratio: float = 20.0
     """Maximum ratio of DPPO; higher ratios are clipped to it."""
@@ -295,7 +295,8 @@ class Objective:
     `rollout_correction_high`: `truncate` clips these weights to the range; `mask` masks their tokens or completions.
     For asynchronous rollouts (`max_staleness`) with `old_logprobs: recompute`, `auto` is "token_truncate", or
     "sequence_truncate" if the loss needs one weight per completion. In all other cases, `auto` is "none". With
-    `geometric`, set a narrow range, such as 0.99 to 1.01. GMPO and the ratio `sequence` (except with CISPO) need one
+    `geometric`, set a narrow range, such as 0.99 to 1.01. VESPO does not multiply its loss by the token weights, but
+    includes them in the product of the completion's ratios. GMPO and the ratio `sequence` (except with CISPO) need one
     weight per completion."""
 
     rollout_correction_low: float = 0.0
@@ -542,7 +543,8 @@ class Correction(NamedTuple):
     """[B, T] factors by which the policy losses of the tokens are multiplied."""
 
     weight: Tensor
-    """[B, T] off-policy weights, for the logs. The weights equal `factor`, except with VESPO."""
+    """[B, T] off-policy weights, for the logs. The weights equal `factor`, except with VESPO, because its loss
+    already contains the weights."""
 
     is_corrected: Tensor
     """[B, T] bool, True where the weight was out of range, or `off_policy_threshold` masked the completion."""
@@ -589,7 +591,7 @@ class Surrogate(NamedTuple):
     """How the surrogate selects tokens before an optimizer step; None if it selects none."""
 
     folds_rollout_weights: bool = False
-    """True if the loss itself applies the off-policy weights."""
+    """True if the loss itself applies the off-policy weights. A correction then needs one weight per token."""
 
     takes_turn_credit: bool = False
     """True if the advantages may differ between the tokens of a completion."""
@@ -598,7 +600,7 @@ class Surrogate(NamedTuple):
     """True if completions of advantage 0 have a gradient."""
 
     is_per_completion: bool = False
-    """True if there is one loss per completion, [B, 1]."""
+    """True if there is one loss per completion, [B, 1]. A correction then needs one weight per completion."""
 
     knows_clipped: bool = True
     """False if it is not known which tokens are clipped."""

@@ -21,6 +21,7 @@ def put_whole(folder: Path, fingerprint: str, fill: Callable[[Path], object]) ->
     """Create a folder atomically, replacing an earlier version that was made from other inputs.
 
     An existing folder that was made from the same inputs is left untouched, because a run can be reading it.
+    `fill` is called with a temporary folder, and must write the files there.
 
     Returns:
         True if the folder was created.
@@ -58,7 +59,10 @@ def is_whole(folder: Path, fingerprint: str) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Write a file atomically. The context yields a temporary path, and replaces the file at the end."""
+    """Write a file atomically. The context yields a temporary path, and replaces the file at the end.
+
+    After an error, the old file stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

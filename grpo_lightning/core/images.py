@@ -53,7 +53,7 @@ class ImageRef:
 
     shared: Callable[[], Image] | None = field(default=None, init=False, compare=False)
     """Function that `read` calls instead of decoding `source`. References to the same image in a batch have the same
-    function. The function is never pickled."""
+    function, so that the image is decoded once. The function is never pickled."""
 
     known_size: tuple[int, int] | None = field(default=None, init=False, compare=False)
     """Cached (width, height); None until first requested."""
@@ -124,7 +124,7 @@ class ImageRef:
 
     @property
     def key(self) -> Hashable:
-        """Key of the image's source."""
+        """Key of the image's source. All references to the same file or dataset cell have the same key."""
         if isinstance(self.source, Path) or callable(self.source):
             source: Hashable = self.source
             return source

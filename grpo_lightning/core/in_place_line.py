@@ -38,7 +38,11 @@ class InPlaceLine:
         self.next_time = 0.0
 
     def show(self, render: Render, *, is_due: bool = False) -> None:
-        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago. In a file, the limit is a minute."""
+        """Show the line, unless it was shown less than `REDRAW_SECONDS` ago. In a file, the limit is a minute.
+
+        In a terminal, `is_due` shows the line regardless of the limit, and `render` is called again when the line is
+        shown again, for example after other output was printed above it.
+        """
         self.render = render
         can_redraw = redraws(sys.stdout)
         if time.monotonic() < self.next_time and not (is_due and can_redraw):
@@ -50,7 +54,10 @@ class InPlaceLine:
         self.next_time = time.monotonic() + (REDRAW_SECONDS if can_redraw else LINE_SECONDS)
 
     def close(self, *, is_kept: bool) -> None:
-        """Remove the line from the terminal, or keep it there in its last state."""
+        """Remove the line from the terminal, or with `is_kept`, keep it there in its last state.
+
+        In a file, `is_kept` prints the last state.
+        """
         if self.render is not None and is_kept:
             self.draw() if redraws(sys.stdout) else self.print_line()
             self.next_time = 0.0

@@ -75,7 +75,7 @@ def redraws(stream: Any) -> bool:
 
 
 def unwrap(stream: Any) -> Any:
-    """The original stream of a proxy."""
+    """The original stream of a proxy. Proxies replace stdout and stderr while an `InPlaceLine` is on the screen."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
@@ -91,7 +91,7 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
 
 
 class Lines:
-    """File-like object that tqdm writes to. Each refresh of a bar becomes a line."""
+    """File-like object that tqdm writes to. Each refresh of a bar becomes a line on "stdout" or "stderr" (`stream`)."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
@@ -176,7 +176,10 @@ def show_messages() -> None:
 
 
 def quiet_libraries(*, has_validation: bool) -> None:
-    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes. Other warnings stay."""
+    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes. Other warnings stay.
+
+    Only the command line calls this function, because in other programs, the application decides what is shown.
+    """
     from transformers.utils import logging as transformers_logging
 
     quiet_loggers()
@@ -198,7 +201,7 @@ def quiet_loggers() -> None:
 def nearest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return at most `n` known names for a misspelled name.
 
-    Names that differ only in upper and lower case take precedence over similar names.
+    If any known names differ from `name` only in upper and lower case, only these names are returned.
     """
     names = list(known)
     same = [other for other in names if other.casefold() == name.casefold()]

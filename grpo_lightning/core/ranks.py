@@ -79,7 +79,8 @@ def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
     """Take items from the parts in turn (round-robin).
 
     Prompts go round-robin to the ranks, so prompt i of rank r has index `i * world_size + r` among all prompts. The
-    lists of all ranks are thus merged in the order of the prompts.
+    lists of all ranks are thus merged in the order of the prompts. If ranks share groups, prompts go round-robin to
+    the teams (`Teams`), and only the first member of each team has a list with items.
     """
     turns = itertools.zip_longest(*([[item] for item in items] for items in parts), fillvalue=[])
     return [item for turn in turns for items in turn for item in items]
@@ -96,7 +97,7 @@ def _all_reduce(values: Tensor, operation: Any) -> Tensor:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Timeout of the collectives of a process group."""
+    """Timeout of the collectives of a process group. PyTorch has no public attribute for it."""
     device = torch.device("cuda" if str(dist.get_backend(group)) == "nccl" else "cpu")
     return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
 
@@ -115,10 +116,8 @@ def _is_cuda_only() -> bool:
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
     """The part of a prompt's G completions that one rank of a team samples and trains on.
 
-    The part has every R-th completion (see `Teams`).
-
-    Consecutive completions belong to different members, because an update can train on only some consecutive
-    completions of a group (`split_updates`).
+    The part has every R-th completion (see `Teams`). Consecutive completions belong to different members, because an
+    update can train on only some consecutive completions of a group (`split_updates`).
     """
     return range(member, num_generations, ranks_per_group)
 
@@ -131,14 +130,15 @@ class Lockstep:
     rows.
 
     Args:
-        is_needed: True if forward calls are collective. If False ("without lockstep"), no rank waits for another rank.
+        is_needed: True if forward calls are collective. If False, no rank waits for another rank, and each method
+            returns this rank's own values.
     """
 
     def __init__(self, *, is_needed: bool) -> None:
         self.is_needed = is_needed
 
     def num_waves(self, own: int) -> int:
-        """Number of waves to run. With lockstep, it is the maximum of `own` over all ranks.
+        """Number of waves to run, which is the maximum of `own` over all ranks.
 
         A wave is a set of prompts that are decoded together.
         """

@@ -226,7 +226,7 @@ class Group:
 
     number: int = -1
     """Index of the group among all groups that its team of ranks has sampled for this rollout (see `core.ranks.Teams`).
-    -1 if one rank has sampled the group alone."""
+    It is -1 if one rank has sampled the group alone."""
 
 
 @dataclass
@@ -292,14 +292,15 @@ class MicroBatch:
     """Vision inputs of the prompts; None for a text-only policy."""
 
     images: Sequence[Sequence[ObservedImages]] = ()
-    """[B] for each completion, those of its observations that contain images. Empty if there are none."""
+    """[B] for each completion, those of its observations that contain images. The outer sequence is empty if no
+    completion has such observations."""
 
     conversation_vision: VisionInputs | None = None
     """[B] for each completion, the vision inputs of its prompt and of the completion together. None if no completion of
     any rank contains images."""
 
     num_image_chunks: int | None = None
-    """Like `num_chunks`, but for the completions that contain images."""
+    """Like `num_chunks`, but for the completions that contain images. `num_chunks` does not count their chunks."""
 
     prompt_observations: Sequence[str] = ()
     """[N] `Prompt.observation` of each prompt as JSON. A resumed run uses it to find the images. Empty if no prompt has
@@ -535,8 +536,10 @@ NOT_SAVED = "not_saved"
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
     """Convert a mapping of fields to settings of the type `kind`. None gives the defaults.
 
+    Settings of this type are returned unchanged.
+
     Raises:
-        ValueError: If the value has another type.
+        ValueError: If the value is none of these.
         ValueError: If a key of the mapping is not a field.
         ValueError: If the mapping is the note of a checkpoint that does not hold these settings (`NOT_SAVED`).
     """

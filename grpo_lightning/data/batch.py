@@ -73,6 +73,8 @@ def as_prompt(
 ) -> Prompt:
     """Convert an item of a dataset (a `Prompt`, a text, or a row with a prompt column) to a prompt.
 
+    A `Prompt` is returned unchanged, except that it gets `index` if it has no index.
+
     Raises:
         TypeError: If the item is not a `Prompt`, a text or a row.
         ValueError: If a row has no valid prompt, or has video or audio.

@@ -65,8 +65,8 @@ class PromptDataModule(L.LightningDataModule):
         shuffle_buffer: Number of rows that a stream keeps in memory. The next row is sampled from these rows.
         prepare: Called once per machine before the files are read, to download or build them.
         bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all bad rows. (The rows of a stream are checked when they are read.)
-            "drop" removes the bad rows and logs how many there are.
+            before any weights load and lists all bad rows. (The rows of a stream are checked when they are read. The
+            first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder that contains the file `json_path`, or the folder that `dataset` names.
     """
@@ -146,7 +146,7 @@ class PromptDataModule(L.LightningDataModule):
         """Read the data (only the first rows of a stream).
 
         The data are read once. However, if `max_prompt_length` is set and the trainer gets a module with another
-        policy, the data are read again.
+        policy, the data are read again, because lengths depend on the policy's tokenizer.
         """
         if self.max_prompt_length is not None:
             loader = self._attached_to().lightning_module.loader  # type: ignore[union-attr]
@@ -288,6 +288,8 @@ class PromptDataModule(L.LightningDataModule):
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """Split prompts at random into training and validation prompts. Both keep their order.
+
+    `size` is the number of validation prompts, or as a float their share, for which the number is rounded up.
 
     Raises:
         ValueError: If the prompts are a stream, or no training prompts would be left.

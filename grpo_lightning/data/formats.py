@@ -64,9 +64,9 @@ def to_prompt(
     other rows.
 
     Raises:
-        ValueError: If the row has no prompt. If the prompt is invalid or contains a lone surrogate. If the number of
-            images does not match the placeholders in the prompt. If a prompt in `SWIFT_COLUMNS` has tools or one of
-            `PLACEHOLDERS`.
+        ValueError: If the row has no prompt, that is, if each of `PROMPT_COLUMNS` is missing, null or NaN. If the
+            prompt is invalid or contains a lone surrogate. If the number of images does not match the placeholders in
+            the prompt. If a prompt in `SWIFT_COLUMNS` has tools or one of `PLACEHOLDERS`.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]
@@ -144,7 +144,8 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
     """Yield lines that describe the prompts of each dataset.
 
     A line names the prompt column, and states whether the prompts are chats or plain text, and in which form reward
-    functions get a completion. If other columns could also be the prompt, another line names these columns.
+    functions get a completion. If other columns could also be the prompt, another line names these columns. Lines in
+    `known` are left out, and new lines are added to it.
     """
     known = set() if known is None else known
     for prompt in prompts:
@@ -213,7 +214,7 @@ def _place(
 
 
 def refuse_media(prompt: Prompt, where: str) -> None:
-    """Refuse video and audio. Raises: ValueError if a column or a message has some."""
+    """Refuse video and audio. Raises: ValueError if a column or a message has video or audio."""
     parts = [part for message in _messages(prompt) for part in _parts(message)]
     found = [f"column {name!r}" for name in MEDIA_COLUMNS if prompt.columns.get(name) not in (None, "", [], ())]
     found += [f"a message part of type {part['type']!r}" for part in parts if part["type"] not in ("text", "image")]
@@ -246,7 +247,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _chat(value: Any, where: str) -> list[Message]:
-    """Check messages and join their text parts. Raises: ValueError."""
+    """Check messages and join their text parts. Raises: ValueError if a message is invalid."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"{where} must be a non-empty list of messages, got {value!r:.80}.")
     messages = []
@@ -334,7 +335,11 @@ def _ask(messages: Sequence[Message], template: PromptTemplate, where: str) -> s
 
 
 def _with_row_system(messages: list[Message], row: Mapping[str, Any], where: str) -> list[Message]:
-    """Prepend the column `system`, unless there is a system message. Raises: ValueError if the column is no text."""
+    """Prepend the text in the column `system`, unless the messages start with a system or developer message.
+
+    Raises:
+        ValueError: If the column is not a text.
+    """
     system = row.get("system")
     if system is None or messages[0]["role"] in ("system", "developer"):
         return messages

@@ -64,7 +64,8 @@ class LengthLimit:
     def measure(self, prompt: Prompt, where: str) -> Measured:
         """Count the tokens of a prompt, and truncate or remove it if it has too many.
 
-        With "drop" and "error", an item that is too long has no prompt. `check` raises the error.
+        With "drop" and "error", the returned item has no prompt if the prompt is too long. The error itself is raised
+        later, by `check`.
 
         Raises:
             ValueError: If the prompt cannot be tokenized, or has images and would be truncated.

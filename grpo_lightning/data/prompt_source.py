@@ -159,7 +159,8 @@ class PromptSource:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass to `epoch`.
 
-        After a resume, `epoch` is counted from the checkpoint's epoch.
+        After a resume, `epoch` is counted from the checkpoint's epoch. For example, after a resume in epoch 3, calls
+        with `epoch` = 0, 1, 2 set the epochs 3, 4, 5.
         """
         if self.resume_from is not None:
             self.epochs_ahead = self.resume_from["epoch"] - epoch
@@ -253,7 +254,8 @@ class PromptSource:
         """Peek at this rank's prompts in each of the next cycles, including cycles of the next epochs.
 
         The cycles of a stream are known for this epoch only. With dynamic sampling, a cycle may take further prompts
-        (see `more`). The cycles after it then get other prompts than those returned here.
+        (see `more`). The cycles after it then get other prompts than those returned here. `epochs_left` is the number
+        of epochs after this one; None for a run without a limit.
         """
         cycles: list[list[Prompt]] = []
         epoch, order, used, size = self.epoch, self.order, self.prompts_used, self.prompts_per_rollout
@@ -383,7 +385,11 @@ class PromptSource:
             )
 
     def _other_rollout_size(self, was: Mapping[str, int]) -> tuple[str, str] | None:
-        """Both numbers of prompts per rollout, and the settings to change, as texts; None if the numbers are equal."""
+        """Compare the prompts per rollout of this run and of the checkpoint's run (`was`); None if they are equal.
+
+        Returns:
+            Two texts. The first states both numbers. The second states which settings would restore the old number.
+        """
         old, new, per_group = was["batch_size"] * was["world_size"], self.prompts_per_rollout, self.ranks_per_group
         if old == new:
             return None

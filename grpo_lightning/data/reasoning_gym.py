@@ -146,7 +146,10 @@ def make_item(dataset: Any, task: str, index: int) -> Entry:
 def verifier(task: str, config_text: str) -> Any:
     """Create the object whose method `score_answer` scores answers to the questions of a task.
 
-    Raises: ImportError or ValueError as in `create_task`.
+    `config_text` has the settings of the task as JSON.
+
+    Raises:
+        ImportError, ValueError: As in `create_task`.
     """
     return create_task(task, json.loads(config_text))
 
@@ -192,8 +195,9 @@ class ReasoningGymTasks:
     Pass an instance to `PromptDataModule` as `prepare`.
 
     Each task gets two files, `train/<task>.jsonl` and `heldout/<task>.jsonl`. A row has the columns `question` and
-    `answer` (null if reasoning-gym has no single answer). It has three more columns for the reward `ReasoningGym`.
-    Held-out questions that are also training questions are dropped, and so are duplicate held-out questions.
+    `answer` (null if reasoning-gym has no single answer). It has three more columns for the reward `ReasoningGym`:
+    `task`, `task_config` (the settings as JSON) and `entry` (reasoning-gym's full item as a Python literal). Held-out
+    questions that are also training questions are dropped, and so are duplicate held-out questions.
 
     The folder is written atomically. A later run rebuilds the folder only if a setting or the version of reasoning-gym
     has changed.

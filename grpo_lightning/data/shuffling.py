@@ -85,6 +85,7 @@ class PromptStream:
     """A stream of prompts. Every pass reads the datasets again, row by row.
 
     A pass that is not shuffled reads one dataset after the other. A shuffled pass mixes the datasets (`mix_parts`).
+    The stream does not apply `limit`. The `parts` apply it, and the stream reports how many prompts exceed it.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ def _sample(weights: dict[int, int], uniform: float) -> int:
 
 
 def shuffle_rows(rows: Iterable[T], buffer_size: int, seed: int) -> Iterator[T]:
-    """Shuffle rows within a buffer."""
+    """Shuffle rows within a buffer. Each row is sampled from the next `buffer_size` rows that are not sampled yet."""
     # Python guarantees only for random() that its numbers are the same in every version.
     draw = random.Random(seed).random
     rows = iter(rows)
@@ -258,7 +259,11 @@ class StreamOrder:
         return list(block)
 
     def _read_one(self) -> bool:
-        """Read a row, and append its prompt to `window` unless the row is dropped or before `start`."""
+        """Read a row, and append its prompt to `window` unless the row is dropped or before `start`.
+
+        Returns:
+            False at the end of the data, otherwise True.
+        """
         assert self.reading is not None
         try:
             position, measured = next(self.reading)
@@ -317,7 +322,8 @@ def source_names(prompts: Prompts) -> list[str]:
 def as_prompts(data: Any, convert: Callable[[Any, int], Prompt], **stream: int) -> Prompts:
     """Convert a dataset to prompts. A list is converted immediately, and other datasets are converted lazily.
 
-    Each prompt gets a unique index. Prompts of a list keep their indices if these are unique.
+    Each prompt gets a unique index. Prompts of a list keep their indices if these are unique. `stream` has keyword
+    arguments of `PromptStream`, for data without a length.
 
     Raises:
         TypeError: If `data` is not a dataset, or can be read only once.

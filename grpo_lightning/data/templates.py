@@ -70,7 +70,7 @@ TASKS: dict[str, dict[str, str]] = {
     },
     "system": {},
 }
-"""Shipped prompts for the same task, by kind and by other names that users may try."""
+"""Hints for error messages, by kind. They map a name that users may try to the shipped prompt for the same task."""
 
 LONGEST_NAME = 255
 """Maximum length of a file name in bytes."""

@@ -136,7 +136,8 @@ def is_clipped_low(ratio: Tensor, advantages: Tensor, *, epsilon: float) -> Tens
     The arguments are those of `clipped_surrogate`.
 
     Returns:
-        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False.
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
+        because their ratio is 1.
     """
     return (ratio < 1 - epsilon) & (advantages < 0)
 
@@ -147,7 +148,8 @@ def is_clipped_high(ratio: Tensor, advantages: Tensor, *, epsilon_high: float) -
     The arguments are those of `clipped_surrogate`.
 
     Returns:
-        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False.
+        Bool [B, T], or [B, 1] if both inputs have the shape [B, 1]. If `ratio` is [B, T], padding tokens are False,
+        because their ratio is 1.
     """
     return (ratio > 1 + epsilon_high) & (advantages > 0)
 
@@ -159,7 +161,8 @@ def cispo_surrogate(
 
         loss = -stop_gradient( min(max(r, 1 - epsilon), 1 + epsilon_high) ) A logprob
 
-    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). In some other implementations, the cap is `epsilon_high` itself.
+    CISPO is the loss of MiniMax-M1 (arXiv:2506.13585). verl uses the lower bound 1 - `epsilon`. CISPO's authors use
+    no lower bound. In some other implementations, the cap is `epsilon_high` itself, not 1 + `epsilon_high`.
 
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.

@@ -18,9 +18,9 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
 
         chosen[m] = H[m] >= quantile of H at 1 - fraction
 
-    The method is from "Beyond the 80/20 rule" (arXiv:2506.01939). The number of chosen tokens is floor(fraction (M -
-    1)) + 1, or more if entropies are equal. The quantile is computed by sorting, because `torch.quantile` refuses large
-    inputs.
+    The method is from "Beyond the 80/20 rule" (arXiv:2506.01939). The number of chosen tokens is
+    floor(fraction (M - 1)) + 1, or more if entropies are equal. The quantile is computed by sorting, because
+    `torch.quantile` refuses large inputs.
 
     Args:
         entropies: [M] nats.

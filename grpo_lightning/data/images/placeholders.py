@@ -26,7 +26,8 @@ def place_images(
     placeholders nor image parts, all images are prepended to the first user turn.
 
     Returns:
-        The messages, in which every content is a list of parts, and all images, in the order of the image parts.
+        The messages, in which every content is a list of parts, and all images, in the order of the image parts. For a
+        chat without images, the result is the unchanged messages and an empty list.
 
     Raises:
         ValueError: If the number of images in the image column differs from the number of places for them in the

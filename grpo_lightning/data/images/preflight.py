@@ -51,7 +51,8 @@ class Preflight:
         """Check the images and the box of one prompt of a stream.
 
         Returns:
-            The item. With `boxes: norm1000`, the box is in pixels. For a dropped prompt, `prompt` is None.
+            `measured`. With `boxes: norm1000`, its box is converted to pixels. If the prompt is dropped, `prompt` is
+            None.
 
         Raises:
             ValueError: If `bad_images` is "error", and an image cannot be read or the box is invalid.
@@ -65,10 +66,10 @@ class Preflight:
             return replace(measured, prompt=None)
 
     def all(self, measured: Sequence[Measured], boxes: Mapping[str, Boxes]) -> list[Measured]:
-        """Check the images and boxes of all prompts of a mixture.
+        """Check the images and boxes of all prompts of a mixture. `boxes` has the setting of each source.
 
         Returns:
-            The items, changed as by `one`.
+            The items of `measured`, changed as by `one`.
 
         Raises:
             ValueError: If `bad_images` is "error", and images cannot be read or boxes are invalid; the message lists
@@ -123,8 +124,9 @@ class Preflight:
 def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
     """Check that all images can be read, for prompts that do not come from a mixture.
 
-    The images are not read again if all of them have been read in full before. It is not enough that their sizes are
-    known, because a truncated file can have an intact header.
+    All ranks must pass the same prompts. Boxes are not checked, because the rewards check them. The images are not
+    read again if all of them have been read in full before. It is not enough that their sizes are known, because a
+    truncated file can have an intact header.
 
     Raises:
         ValueError: If images cannot be read; the message lists them.
@@ -139,8 +141,9 @@ def check_given(prompts: Sequence[Prompt], num_workers: int) -> None:
 def survey(images: Iterable[ImageRef], num_workers: int) -> dict[Hashable, Found]:
     """Check every unique image, and get its size.
 
-    A rank reads the pixels of its own images, and only the headers of the other images. If one rank cannot read an
-    image, the image counts as bad on all ranks, because all ranks must drop the same rows.
+    All ranks must pass the same images, which are divided among the ranks. A rank reads the pixels of its own images,
+    and only the headers of the other images. If one rank cannot read an image, the image counts as bad on all ranks,
+    because all ranks must drop the same rows.
 
     Returns:
         The size or the error of each image, by `ImageRef.key`.
@@ -226,10 +229,11 @@ class ImageCounts:
     ) -> None:
         """Check that a dataset entry with an `image_root` has images.
 
-        The `run_root` is checked only if a column that is not read as images has image paths. With `has_more_rows`, a
-        warning is logged instead of an error.
+        An entry without an `image_root` of its own is possibly text-only on purpose. For such an entry, the data
+        module's `image_root` (`run_root`) is checked only if a column that is not read as images has image paths.
 
-        Raises: ValueError if a root is checked for the entry, but no row has images.
+        Raises:
+            ValueError: If a root is checked, but no row has images. With `has_more_rows`, a warning is logged instead.
         """
         if source in self.unread:
             image_root = image_root or run_root
