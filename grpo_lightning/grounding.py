@@ -54,7 +54,10 @@ def as_box(boxes: Tensor) -> Box:
 def target_of(
     group: Group, answer_column: str, coordinates: GivenCoordinates = "auto", gold: GoldCoordinates = "original"
 ) -> Target | None:
-    """The ground-truth box of a group's prompt; None if the prompt does not have exactly one image and one box."""
+    """The ground-truth box of a group's prompt; None if the prompt does not have exactly one image and one box.
+
+    `coordinates` and `gold` are the arguments `coordinates` and `gold_coordinates` of `BoxReward`.
+    """
     right = prompt_box(group.prompt, answer_column)
     return None if right is None else Target(right, frame_of(group.image_views, coordinates, gold))
 
@@ -181,7 +184,7 @@ class RECAccuracy(BoxMetric):
 
     @property
     def name(self) -> str:
-        """The name with the threshold."""
+        """The metric's name, which contains the threshold."""
         return f"rec_accuracy@{self.threshold:g}"
 
     def score(self, overlap: float) -> float:
@@ -193,6 +196,6 @@ class RECAccuracy(BoxMetric):
 def warn_once(message: str) -> None:
     """Log a warning only once.
 
-    The metric cannot remember its warnings, because every validation creates new objects.
+    The metric cannot remember its warnings, because every validation creates new metric objects.
     """
     log.warning("%s", message)

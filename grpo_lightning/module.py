@@ -283,6 +283,8 @@ class GRPOLightningModule(L.LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the methods that a subclass or its mixins override.
 
+        There are three wrappers:
+
         - for a step of the algorithm (`checks.STEPS`): checks the type of the return value;
         - for a required hook of Lightning: also runs the module's own hook;
         - for `configure_optimizers`: records the settings of the optimizer.
@@ -340,7 +342,8 @@ class GRPOLightningModule(L.LightningModule):
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts.
 
-        If `max_staleness` is above 0, a prompt gets the group that was sampled in the background with older weights.
+        If `max_staleness` is above 0, a prompt gets its group that was sampled in the background with older weights.
+        If there is no such group, it is sampled now.
 
         Args:
             prompts: N prompts of this rank.
@@ -435,7 +438,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def actor(self) -> Actor:
-        """Computes the log-probs of a rollout."""
+        """The object that computes the log-probs of a rollout."""
         return Actor(
             policy=self.policy,
             reference=self.reference,
@@ -509,7 +512,9 @@ class GRPOLightningModule(L.LightningModule):
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups that were sampled in the background for N prompts, and request the next cycles' groups.
 
-        For prompts that are not in flight, groups are sampled now. Collective: all ranks must call this.
+        For prompts that are not in flight, groups are sampled now. A prompt is not in flight when a run has just
+        started or resumed, after dynamic sampling has used it, or if sampling in the background has failed.
+        Collective: all ranks must call this.
 
         Raises:
             Exception: If sampling the missing groups fails. The error is raised on every rank.
@@ -617,7 +622,7 @@ class GRPOLightningModule(L.LightningModule):
         return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def record_routing(self, micro_step: MicroStep) -> list[TokenLogprobs]:
-        """Record the routing of tokens, in an additional pass over the step's micro-batches after the first."""
+        """Record the routing of tokens, in an additional pass over the step's micro-batches except the first one."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]
@@ -672,7 +677,7 @@ class GRPOLightningModule(L.LightningModule):
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
         """Restore the images of a cycle that was loaded from a checkpoint.
 
-        The checkpoint contains only the images that environments have shown.
+        The checkpoint contains only the images that environments have shown. `prompts` contains the images of the data.
         """
         cycle = self.run.cycle
         if cycle is None or not self.encoder.is_multimodal or cycle.micro_batches[0].vision is not None:
@@ -683,7 +688,7 @@ class GRPOLightningModule(L.LightningModule):
             else self.conversations.resume_prompts(prompts, known_observations(cycle))
         )
         if self.sharding.is_sharded:
-            # Only a forward pass of all ranks can run the vision tower, so sample one token per completion.
+            # Only a forward pass of all ranks can run the vision tower. Sampling one token per completion runs it.
             one_token = replace(self.sampling, max_completion_length=1)
             source = self.group_source._replace(conversations=None)
             groups = source.sample(begun, self.num_generations, one_token, [0] * len(prompts))
@@ -744,7 +749,7 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def group_source(self) -> GroupSource:
-        """Samples groups."""
+        """The object that samples groups."""
         return GroupSource(self.engine, self.encoder, self.sharding, self.run.rollout_index, self.conversations)
 
     def begin_rewards(self, groups: list[Group], num_generations: int) -> Scoring:
@@ -754,7 +759,8 @@ class GRPOLightningModule(L.LightningModule):
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
-        The caller samples and scores the batch inside this context. At its end, unused early calls are cancelled.
+        If several ranks share a group, no calls on it start early. The caller samples and scores the batch inside this
+        context. At the end of the context, unused early calls are cancelled.
         """
         return self.reward_set.early_calls(prompts, self.sampling.max_completion_length, self.trainer_state)
 
@@ -772,8 +778,8 @@ class GRPOLightningModule(L.LightningModule):
         If `is_greedy` is true, each prompt gets one greedy completion. If not, each prompt gets
         `validation.num_generations` completions. `validation.sampling` overrides sampling settings of training.
 
-        The seed of a prompt follows from the run's seed and from the prompt's index in the dataset, not from the batch
-        or the rank.
+        The seed of a prompt follows from the run's seed and from the prompt's index in the dataset (from its content if
+        it has no index), not from the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
         self.notify("on_evaluation_phase", "rollout")
@@ -802,7 +808,7 @@ class GRPOLightningModule(L.LightningModule):
     def log_evaluation(self) -> None:
         """Log `val/...` (sampled) and `val/greedy/...` (greedy) per loader, over the prompts of all ranks.
 
-        `EvaluationLog` calls this method before the same hook of the user's callbacks.
+        `EvaluationLog` calls this method before `on_validation_epoch_end` of the user's callbacks runs.
         """
         self.log_dict(numbers_of(self.tables, "test" if self.trainer.testing else "val"), sync_dist=True)
 
@@ -822,7 +828,8 @@ class GRPOLightningModule(L.LightningModule):
 
     # ---------------------------------------------------------------------------------------------------- Lightning
 
-    # A subclass can override each hook without calling super(). A required hook then runs after the override.
+    # A subclass can override each of Lightning's hooks without calling super(). A required hook of this class then runs
+    # after the override.
 
     @checks.required_hook
     def setup(self, stage: str) -> None:
@@ -998,7 +1005,7 @@ class GRPOLightningModule(L.LightningModule):
     ) -> None:
         """Clip gradients by the trainer's settings.
 
-        With bf16-mixed, it also clips the gradients of fused optimizers, which Lightning refuses.
+        With bf16-mixed, it also clips the gradients of fused optimizers. Lightning's own method refuses to clip these.
         """
         with clipping_unscaled(self.trainer):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -1018,8 +1025,8 @@ class GRPOLightningModule(L.LightningModule):
         own: list[L.Callback] = [StepLog(), UpdateLog(), step_ends, RequeueAtStepEnd()]
         if self.trainer.strategy.root_device.type == "cuda":
             own.append(PeakMemory())
-        # Remove the callbacks that an earlier run of this Trainer added. Lightning would replace them with a warning
-        # that names the user's callbacks.
+        # Remove the callbacks that an earlier run of this Trainer added. Lightning would replace them as well, but
+        # would log a warning that names the user's callbacks.
         kinds = {EvaluationLog, PeakMemory, *map(type, own)}
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         # Lightning appends the callbacks that this hook returns. `EvaluationLog` has to be the first of all.
@@ -1030,7 +1037,7 @@ class GRPOLightningModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """If weights are sharded, choose how log-probs are computed. Then make the load-balancing loss.
 
-        A sharded model cannot run before this hook.
+        The choice runs the model, and a sharded model cannot run before this hook.
         """
         if self.scorer is None:
             device_type = self.trainer.strategy.root_device.type
@@ -1047,7 +1054,7 @@ class GRPOLightningModule(L.LightningModule):
         self.is_run_checked = True
 
     def check_engine(self, check: Literal["check_run", "check_logprobs"], *arguments: Any) -> None:
-        """Call the engine's method `check`, if the engine has it."""
+        """Call the engine's method with the name `check`, if the engine has it."""
         if hasattr(self.engine, check):
             getattr(self.engine, check)(*arguments)
 

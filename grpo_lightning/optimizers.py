@@ -103,7 +103,7 @@ class PagedAdamW8bit(Optimizer):
 def bitsandbytes_optimizer(name: str) -> Any:
     """Import the bitsandbytes optimizer of this name.
 
-    Recipes can also be read where bitsandbytes is not installed.
+    The import is inside the function, so that recipes can also be read where bitsandbytes is not installed.
     """
     try:
         import bitsandbytes

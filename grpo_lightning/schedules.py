@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 log = logging.getLogger(__name__)
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-"""Builds a schedule for an optimizer, stepped after every optimizer step."""
+"""Builds a schedule for an optimizer. The schedule is stepped after every optimizer step."""
 
 
 class Schedule(LambdaLR):
@@ -35,8 +35,8 @@ class Schedule(LambdaLR):
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
 
-    The training module calls `set_length`, but not for a schedule inside another one (`SequentialLR`). The inner
-    schedule raises ValueError at its second step.
+    The training module calls `set_length`, but not for a schedule inside another one (`SequentialLR`). Without
+    this call, the inner schedule raises ValueError at its second step.
     """
 
     kind: ClassVar[str]

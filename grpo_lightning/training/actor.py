@@ -124,7 +124,7 @@ class Actor:
     def add_old_logprobs(self, micro_batches: Sequence[MicroBatch], shape: CycleShape) -> None:
         """Add old-policy log-probs to a rollout's micro-batches, except those of the first update.
 
-        The forward passes of the first update run before the weights change.
+        The first update needs none, because its own forward passes run before the weights change.
         """
         if later := micro_batches[shape.accumulate_grad_batches :]:
             with torch.no_grad(), self.phase("old_logprobs"):

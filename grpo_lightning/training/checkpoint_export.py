@@ -3,7 +3,7 @@
 A checkpoint contains only the trained weights. Frozen weights, config and tokenizer (or processor, for a multimodal
 policy) come from the initial policy, which is the policy as it was before training. LoRA adapters are merged into the
 policy's weights, or written separately for peft. Adapters that were trained on 4-bit or 8-bit weights are merged into
-the full-precision weights.
+the full-precision weights, which differ from the weights of the run by the quantization error.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def export(
             float32 stay in float32.
         adapter: If true, export only the adapters, as a folder for peft. If false, merge any adapters into the policy.
         fill_missing: If true, the initial policy supplies every weight that the checkpoint lacks. If false, it supplies
-            only weights that are known to be frozen.
+            only weights that are known to be frozen, and any other missing weight raises ValueError.
         force: If true, write into the folder even if it is not empty.
 
     Raises:
@@ -250,9 +250,9 @@ def load_trained_weights(
 ) -> int:
     """Load the checkpoint's weights into the model. The checkpoint is allowed to lack frozen weights.
 
-    The checkpoint can contain a tied weight under one name, or equal tensors under several names. If it contains
-    `trained` tensors (the number that the optimizer trained), or `fill_missing` is true, it is allowed to lack any
-    other weight.
+    The checkpoint can contain a tied weight under one name, or equal tensors under several names. `trained` is the
+    number of tensors that the optimizer trained; None if unknown. If the checkpoint contains that many tensors, or if
+    `fill_missing` is true, the checkpoint is allowed to lack any other weight.
 
     Returns:
         Number of parameters (elements, not tensors) that the checkpoint lacks.

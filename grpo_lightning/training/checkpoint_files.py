@@ -36,6 +36,7 @@ def open_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
     """Open a checkpoint, with tensors that are memory-mapped from its file.
 
     Shards are first merged into a temporary file next to their folder, where the disk is likely to have enough space.
+    If no file can be created there, the temporary file is in the system's temporary folder.
     """
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint {path.resolve()}. The current folder is {Path.cwd()}.")

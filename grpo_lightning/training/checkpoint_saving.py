@@ -52,8 +52,8 @@ class StepEnds(L.Callback):
 
     Checkpoints contain no gradients. So a checkpoint that is saved inside a step contains the state at the end of the
     previous step (`StepEnd`). A checkpoint that is requested while the optimizer changes the weights is saved at the
-    end of the current step. If an error ends the run during the change, the checkpoint is saved at once, and no run can
-    resume from it.
+    end of the current step. If an error ends the run during the change, a checkpoint that is requested after the error
+    is saved at once, and no run can resume from it.
 
     Args:
         min_steps: The user's setting, which the run temporarily overrides.
@@ -119,7 +119,7 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = max(self.min_steps or 0, trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the optimizer now changes weights, and which."""
+        """Record that the optimizer now changes weights, and record which weights."""
         pl_module.run.is_updating = True
         pl_module.frozen.record_trained(pl_module)
 
@@ -141,7 +141,7 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = self.min_steps
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """If a resumed run had nothing left to train, log this fact."""
+        """If a resumed run had nothing left to train, log this fact. Lightning then never calls `on_train_end`."""
         if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
             log.info(
                 "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "
@@ -245,7 +245,7 @@ def plain_settings(arguments: Mapping[str, Any], loader: PolicyLoader) -> dict[s
     """The module's arguments to save in checkpoints.
 
     All are plain values, for loading with `weights_only=True`. An argument that cannot be restored (`not_plain_reason`)
-    is replaced by a note, which makes `settings_of` raise an error.
+    is replaced by a note. If the argument is not passed when the checkpoint is loaded, `settings_of` raises an error.
     """
     plain = {name: arguments[name] for name in KEPT_ARGUMENTS if arguments[name] is not None}
     for name, value in plain.items():

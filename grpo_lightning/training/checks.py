@@ -106,7 +106,7 @@ def required_hook(hook: Hook) -> Hook:
 def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an override of a required hook. The wrapper runs the module's own hook if the override did not call it.
 
-    The module's own hook runs last, because an override of `setup` often makes the data that it checks.
+    The module's own hook runs last, because an override of `setup` often makes the data that this hook checks.
     """
 
     @functools.wraps(override)
@@ -179,11 +179,10 @@ def check_pass_k(pass_k: int | None, num_generations: int) -> None:
 
 
 def check_kl_cov(surrogate: Any, old_logprobs: str, num_updates: int) -> None:
-    """Check KL-Cov.
+    """Check that KL-Cov's penalty has a gradient.
 
     Raises:
-        ValueError: If old log-probs are recomputed and each rollout has only one optimizer step, so that its penalty
-            has no gradient.
+        ValueError: If old log-probs are recomputed and each rollout has only one optimizer step.
     """
     if surrogate == "kl_cov" and old_logprobs == "recompute" and num_updates == 1:
         raise ValueError(
@@ -227,7 +226,10 @@ def check_choices(old_logprobs: str, overlong_filter: str, rollout_correction: s
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check training's sampling, and warn of a reshaped distribution. Raises: ValueError if it is greedy."""
+    """Check training's sampling settings. Raises: ValueError if sampling is greedy.
+
+    Warn if completions are not sampled from the trained distribution.
+    """
     if sampling.is_greedy:
         raise ValueError(
             "model.sampling.temperature is 0 (greedy): all completions of a prompt would be equal, with no gradient. "
@@ -661,7 +663,7 @@ def warn_of_few_prompts(loader: Any) -> None:
 
 
 def warn_of_unknown_length(rewards: Sequence[WeightedReward], num_steps: int) -> None:
-    """Warn if a reward may use the number of steps of the run, but it is unknown (-1)."""
+    """Warn if a reward may use the number of steps of the run, but this number is unknown (-1)."""
     readers = [reward.name for reward in rewards if reward.names("trainer_state")]
     if num_steps < 0 and readers:
         log.warning(

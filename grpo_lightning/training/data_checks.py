@@ -229,6 +229,9 @@ def check_prompts(
     To save time, the function tokenizes only some of the prompts without images, namely one text, one chat, and all
     prompts that are possibly too long. Descriptions of tools count as tokens of the prompts.
 
+    `trained` and `validated` are the sampling settings of training and evaluation. `max_sequence_length` is the
+    engine's maximum number of tokens of a prompt and its completion; None if the engine has no limit of its own.
+
     Raises:
         ValueError: If a prompt (a) is too long for model or engine, (b) has different numbers of images and image
             placeholders, (c) contains a video, (d) is a chat although the tokenizer has no chat template, or (e)
@@ -260,10 +263,11 @@ def check_prompts(
 
 
 def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: int) -> int | None:
-    """Number of tokens of a run's longest possible sequence.
+    """Number of tokens of a run's longest possible sequence (longest prompt plus longest completion).
 
-    The longest prompt is `data.max_prompt_length` if set, or else measured on the data. The result is None if its
-    length is unknown (streams, custom loaders), or if the policy's RoPE does not depend on the sequence length.
+    The length of the longest prompt is `data.max_prompt_length` if set, or else it is measured on the data. The result
+    is None if this length is unknown (streams, custom loaders), or if the policy's RoPE does not depend on the sequence
+    length.
     """
     config = loader.load_config()
     if original_length(config.get_text_config(decoder=True)) is None:
@@ -286,7 +290,7 @@ def longest_row(loader: PolicyLoader, trainer: L.Trainer, longest_completion: in
 
 
 def _check_all(prompts: Sequence[Prompt], encoder: Encoder) -> None:
-    """Check that a policy supports every prompt. Raises: ValueError that names all other prompts."""
+    """Check that a policy supports every prompt. Raises: ValueError that names all unsupported prompts."""
     problems: dict[str, None] = {}  # rows used for both training and validation count once
     for prompt in prompts:
         try:

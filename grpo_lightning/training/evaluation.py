@@ -174,8 +174,8 @@ class EvaluationTable(Metric):
         num_generations: G, completions per prompt.
         validation: Settings, including additional metrics.
         sources: Names of the data sources, in the same order on every rank.
-        success: Name of the reward that decides if `validation.success` is None. Without both, the first reward
-            decides.
+        success: Name of the reward that decides whether a completion counts as solved, used only if
+            `validation.success` is None. If both are None, the first reward decides.
     """
 
     full_state_update = False

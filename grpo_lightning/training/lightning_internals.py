@@ -234,9 +234,9 @@ def run_length(trainer: L.Trainer, epoch: float) -> RunLength:
 def set_position(loops: dict[str, Any]) -> None:
     """Set Lightning's counters in a checkpoint to a position from which Lightning resumes exactly.
 
-    It is either after a micro-step inside an epoch, or before the first micro-step of an epoch. Lightning's own
-    counters depend on the hook in which the checkpoint is saved. `loops`, the state dict of the fit loop, is changed in
-    place.
+    This position is either after a micro-step inside an epoch, or before the first micro-step of an epoch. Lightning's
+    own counters depend on the hook in which the checkpoint is saved. `loops`, the state dict of the fit loop, is
+    changed in place.
     """
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     num_steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]

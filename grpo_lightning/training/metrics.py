@@ -84,7 +84,7 @@ class StepMetrics:
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
-        """Add to a rate, which is divided by the seconds in the metric `per`."""
+        """Add `total` to a rate, which is the sum over all ranks divided by the seconds in the metric `per`."""
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
@@ -175,7 +175,7 @@ def add_rollout(
     `policy/entropy` is per sampled token, at the time of sampling. `rollout/length_stopped` is the mean length of the
     completions that were not truncated. With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts
     that were trained on between the sampling of a group and the training on it. `rollout/tokens_per_second` is then
-    divided by `time/sampling`, because `time/rollout` is only the time for which training waits for completions.
+    computed with `time/sampling`, because `time/rollout` is only the time for which training waits for completions.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -294,8 +294,10 @@ def add_update(
 
     `policy/rollout_kl` is KL(engine || policy before the rollout's first update) in nats per token.
     `policy/rollout_difference_max` is the largest absolute difference between the two log-probs of a token, in nats.
-    `policy/rollout_ess` is the effective sample size of the weights policy / engine, as a fraction of the number of
-    tokens.
+    `policy/rollout_ess` is the effective sample size of the importance weights (the policy's probability of a token,
+    divided by the engine's), as a fraction of the number of tokens.
+
+    `is_engine_compared` is false if the engine's log-probs serve as the old log-probs.
     """
     trained = batch.completion_mask
     in_loss = trained & (batch.token_advantages != 0)
@@ -397,9 +399,9 @@ class StepLog(L.Callback):
     Lightning would pass the last value of a metric to the loggers again at every later step. `trainer.callback_metrics`
     still contains the last values.
 
-    The metrics of a rollout belong to the first optimizer step of its cycle. So this callback sets
-    `trainer.log_every_n_steps` to 1 during the first step of each cycle. A value of 0, which turns logging off, is not
-    changed.
+    The metrics of a rollout belong to the first optimizer step of its cycle. With `log_every_n_steps` above 1,
+    Lightning would not log some of these steps. So this callback sets `trainer.log_every_n_steps` to 1 during the first
+    step of each cycle. A value of 0, which turns logging off, is not changed.
     """
 
     def __init__(self) -> None:
@@ -411,7 +413,7 @@ class StepLog(L.Callback):
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Before an optimizer step's first micro-batch, reset metrics of the last step."""
+        """Before an optimizer step's first micro-batch, reset metrics of the last step, but not means over an epoch."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return
@@ -507,7 +509,8 @@ class EvaluationLog(L.Callback):
         """Log the metrics of a validation."""
         if hasattr(pl_module, "log_evaluation"):  # the Trainer may later run another module with the same callbacks
             pl_module.log_evaluation()
-            # Lightning reduces logged values over the ranks when they are first read, perhaps on one rank only.
+            # Lightning reduces logged values over the ranks when they are first read. All ranks read them here, because
+            # a callback may read them on one rank only.
             trainer.callback_metrics  # noqa: B018
 
     on_test_epoch_end = on_validation_epoch_end

@@ -110,7 +110,7 @@ class CycleShape:
         return self.accumulate_grad_batches * self.updates_per_rollout * self.num_iterations
 
     def cycles_left(self, max_steps: int, num_steps: int) -> float:
-        """Number of cycles after the one that starts now, at `num_steps`. `max_steps` -1 means no limit."""
+        """Number of cycles after the one that starts now, at step `num_steps`; infinity if `max_steps` is -1."""
         if max_steps < 0:
             return math.inf
         per_cycle = self.updates_per_rollout * self.num_iterations
@@ -183,7 +183,8 @@ class CycleShape:
 class Cycle:
     """The micro-batches of one rollout, and the number of micro-steps done so far.
 
-    An epoch consists of optimizer steps (updates) of `accumulate` micro-batches each.
+    A cycle consists of `num_iterations` epochs over the rollout. An epoch consists of optimizer steps (updates) of
+    `accumulate` micro-batches each.
 
     Args:
         micro_batches: The micro-batches of all updates of one epoch, in training order.
@@ -376,8 +377,9 @@ def give_images(
 ) -> None:
     """Add to each micro-batch the images of its prompts and completions.
 
-    If a completion of any rank contains images, `blank` is the encoder's blank image. Ranks without such completions
-    run the vision tower on `blank`, so that all ranks run the same forward passes.
+    If a completion of any rank contains images, `blank` is the encoder's blank image. For a
+    micro-batch without such completions, the vision tower runs on `blank`, so that all ranks run the same forward
+    passes.
     """
     for batch in micro_batches if vision else ():
         assert vision is not None
@@ -521,7 +523,7 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
     - the completions by length, with less padding, but with many prompts processed several times.
 
     The size of a part is its number of tokens, either without padding or with padding to the longest prompt and the
-    longest completion. The best split has the smallest
+    longest completion. The function returns the split with the smallest
 
         (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
@@ -562,7 +564,7 @@ def join_units(units: list[list[CompletionRow]]) -> list[CompletionRow]:
 
 
 def prompt_lengths(rows: Sequence[CompletionRow]) -> list[int]:
-    """Number of tokens of each prompt, without repetition."""
+    """Number of tokens of each prompt. A prompt that several of the completions share occurs once."""
     return list({row.group: len(row.prompt_ids) for row in rows}.values())
 
 

@@ -8,8 +8,8 @@ counts once for each of its completions.
 
 The loss is linear in P, so each micro-batch adds a share, computed with f and its own router probabilities. Even the
 first share needs the f of the entire step. So before the step, the policy processes all micro-batches except the first
-one in an additional pass without gradients. This pass runs without adapter dropout (`policy.lora.dropout`), so f is
-only approximate with dropout.
+one in an additional pass without gradients. The forward pass that trains on the first micro-batch then completes f. The
+additional pass runs without adapter dropout (`policy.lora.dropout`), so f is only approximate with dropout.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def make_router_loss(policy: nn.Module, scorer: Scorer, requested: float | None)
     Collective: all ranks call it.
 
     Returns:
-        The loss. None if the coefficient is 0, or if it comes from the policy's config and the routers cannot be read.
+        The loss. None if the coefficient is 0, or, with a warning, if the coefficient comes from the policy's config
+        and the routers cannot be read.
 
     Raises:
         ValueError: If a coefficient above 0 is requested for a dense model, or for routers that cannot be read.

@@ -197,7 +197,7 @@ class GracefulStop(L.Callback):
             self.save_after_error(trainer)
 
     def can_save_after_error(self, trainer: L.Trainer) -> bool:
-        """True if the run has one rank, was sampling or scoring, and has done a step."""
+        """True if the run has one rank, was sampling or scoring, and has done a step since it started or resumed."""
         is_before_update = self.phase in PHASES_BEFORE_UPDATE
         return trainer.world_size == 1 and is_before_update and trainer.global_step > self.first_step
 

@@ -194,8 +194,9 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
         Training can also resume from a universal checkpoint. Evaluation can also load a stage 3 folder, or a checkpoint
         that is a single file.
 
-        A stage 3 folder contains only master weights, which DeepSpeed cannot load without an optimizer. A run with a
-        different number of ranks needs a universal checkpoint (`checkpoint_files.universal_command`).
+        A stage 3 folder contains the weights only as the optimizer's master weights, which DeepSpeed cannot load
+        without an optimizer. A resumed run with a different number of ranks needs a universal checkpoint
+        (`checkpoint_files.universal_command`).
         """
         module: Any = self.lightning_module
         is_training = module.trainer.state.fn == TrainerFn.FITTING
@@ -323,8 +324,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 writes one
             file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
-        num_replicas: Number of copies of the sharded weights. With the number of nodes, layers are gathered within a
-            node. Memory per device grows by the same factor.
+        num_replicas: Number of copies of the sharded weights. If it is the number of nodes, layers are gathered
+            within a node. Memory per device grows by this factor.
     """
 
     def __init__(
