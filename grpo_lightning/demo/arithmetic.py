@@ -110,7 +110,7 @@ class DemoModel:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The supervised phase, on worked completions, then mostly on short ones."""
+    """The supervised phase, first on worked completions, then mostly on short ones."""
 
     batch_size: int = 64
     learning_rate: float = 5e-3

@@ -143,9 +143,9 @@ class PrepareDemo:
 def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenizerFast:
     """Build a tokenizer of single characters, with the special tokens `<pad>` and `<eos>`.
 
-    Each printable ASCII character and each character of `spaces` is a token. The tokenizer is a byte-level BPE without
-    merges, because `AutoTokenizer` loads the tokenizer of any Qwen2 model as one. `<pad>` is the unknown token, so that
-    `AutoTokenizer` adds none.
+    Each printable ASCII character and each character of `spaces` is a token. Other characters are dropped. The
+    tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads the tokenizer of any Qwen2 model as a
+    byte-level BPE. `<pad>` is the unknown token, because `AutoTokenizer` would otherwise add one that the model lacks.
     """
     characters = string.digits + string.ascii_letters + string.punctuation
     stored = characters + "".join(chr(256 + ord(space)) for space in spaces)

@@ -279,7 +279,10 @@ class _Corpus:
 
 
 def pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each."""
+    """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each.
+
+    With causal attention, this padding needs no attention mask.
+    """
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     ids = torch.full((len(rows), longest), pad_token_id)
     targets = torch.full((len(rows), longest), NOT_TRAINED_ON)

@@ -60,7 +60,7 @@ Cells = tuple[int, int, int, int]
 """A box in cells of the grid: left, top, right, bottom; right and bottom are exclusive."""
 
 Naming = Literal["both", "color", "shape"]
-"""The properties that a question names."""
+"""The properties that a question names. No two shapes in an image share a property."""
 
 
 class Thing(NamedTuple):
@@ -157,7 +157,7 @@ class SceneTask:
         """Generate random scenes without end. The question about a scene is about its first thing.
 
         `purpose` is part of the seed. With `is_heldout`, the first thing has a held-out pair and a held-out box.
-        Otherwise, no thing has one.
+        Otherwise, no thing has a held-out pair or a held-out box.
 
         Raises:
             ValueError: If no such scene is found within `MAX_TRIES`.

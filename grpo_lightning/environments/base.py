@@ -4,14 +4,15 @@ In a conversation, the policy writes a turn, and an environment answers with an 
 policy wrote are trained on.
 
 For each prompt, the object in `model.environment` is copied, and `reset` is called once on this copy. The environment
-after `reset` is then copied for each of the G conversations, because GRPO compares completions of the same prompt. Then
-`step` gets the text of each turn of the policy. If a limit of the run (`max_turns`, `max_completion_length`) ends the
-conversation before the environment does, `end` is called to get a last reward.
+after `reset` is then copied for each of the G conversations. All of them begin in the same state, because GRPO compares
+completions of the same prompt. Then `step` gets the text of each turn of the policy. If a limit of the run
+(`max_turns`, `max_completion_length`) ends the conversation before the environment does, `end` is called to get a last
+reward.
 
 By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
 (`environments/workers.py`). The object is pickled between two calls, so it must hold everything that the environment
-needs later. An environment runs in the training process if it cannot be pickled, has an async method, or has
-`in_process = True`. So does an environment with a class that another process cannot import (in a notebook).
+needs later. An environment runs in the training process if it cannot be pickled, if another process cannot import its
+class (from a notebook), if it has an async method or `in_process = True`, or if `num_workers` of these limits is 0.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Step:
     """The text or the messages that the policy gets next. If there is no observation, `done` must be True."""
 
     done: bool = False
-    """True if the conversation has ended. The policy then does not get the observation, but logs and `turns` show
-    it."""
+    """True if the conversation has ended. The policy then does not get the observation. Logs show the observation, and
+    rewards find it in the argument `turns`."""
 
     reward: float | None = None
     """The environment's reward for the turn, or None. `EnvironmentReward` and `model.conversation.turn_credit` use
@@ -58,8 +59,9 @@ class Step:
 
     keep: int | None = None
     """With None, the observation opens a new message. With a number, the policy's turn is cut after its first `keep`
-    characters, and the tokens after the cut are dropped. If the cut divides a token, the token's part before the cut is
-    not trained on. With a number, the observation must be text, and continues the policy's message after the cut."""
+    characters, and the tokens after the cut are dropped, even if `done` is True or a limit ends the conversation. If
+    the cut divides a token, the token's part before the cut is not trained on. With a number, the observation must be
+    text, and this text continues the policy's message after the cut."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log. They are summed over a conversation; `environment/<name>` is the mean of these sums."""
@@ -70,7 +72,7 @@ class InvalidStepError(ValueError):
 
 
 class Environment(ABC):
-    """Base class of environments. Any other object with a method `step` is an environment too."""
+    """Base class of environments. Any other object with a method `step` is an environment too, even without `reset`."""
 
     observation_role: str = "user"
     """In a chat, the role of observations that are text."""
@@ -251,7 +253,11 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def with_kept_images(message: Message) -> Message:
-    """Copy the images of a message, because the environment may change them later. Raises: InvalidStepError."""
+    """Replace the images of a message by copies, because the environment may change an image or its file later.
+
+    Raises:
+        InvalidStepError: If an image cannot be read.
+    """
     if isinstance(message["content"], str):
         return message
     find = ImageFinder("an observation")

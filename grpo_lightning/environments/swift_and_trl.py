@@ -85,7 +85,7 @@ class MultiTurnFunction(Environment):
 
 
 _SHARED = ("factory", "object")
-"""Attributes of a `ToolObject` that `__deepcopy__` handles separately."""
+"""Attributes of a `ToolObject` that `__deepcopy__` handles separately. Copies share the factory, but not the object."""
 
 
 class ToolObject(Tools):
@@ -124,14 +124,14 @@ class ToolObject(Tools):
         super().__init__(methods, format, max_calls)
 
     def _methods(self) -> list[Callable[..., Any]]:
-        """The public methods, apart from `reset` and `get_reward`."""
+        """The public methods, apart from `reset` and `get_reward`. Properties are not read."""
         found = [name for name, _ in inspect.getmembers(type(self.object), inspect.isfunction)]
         chosen = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
         return [getattr(self.object, name) for name in chosen]
 
     @property
     def for_rewards(self) -> Any:
-        """The object from the factory."""
+        """The object from the factory, which rewards get in the argument `environments`."""
         return self.object
 
     def reset(self, **columns: Any) -> Any:

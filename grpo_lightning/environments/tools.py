@@ -56,12 +56,12 @@ _MARKED = re.compile(
 """Matches calls with markers; the capture group is the marked text."""
 
 MOST_FAILED = 64
-"""Maximum number of failed attempts to read JSON or XML in a text. An attempt may take time in proportion to the
-text."""
+"""Maximum number of failed attempts to read JSON or XML in a text. The time of an attempt may be proportional to the
+length of the text."""
 
 MOST_ENDS = 8
-"""Maximum number of `</think>` tags that end reasoning with a marker inside, because calls are read again after
-each."""
+"""Maximum number of `</think>` tags that end reasoning with a marker inside, because calls are read again after each.
+In a text with more such tags, everything before the last `</think>` is reasoning."""
 
 _REASONING_OR_MARKED = re.compile(rf"(?P<reasoning><think>.*?(?:</think>|\Z)|</think>)|{_MARKED.pattern}", re.DOTALL)
 _CLOSED_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -178,7 +178,7 @@ class Tools(Environment):
         return "ok", content
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Report to the policy that a call timed out or crashed."""
+        """Report to the policy that a call timed out or crashed; None for other kinds of failure."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
@@ -416,7 +416,7 @@ def _values_of(texts: Mapping[str, str], tool: Callable[..., Any] | None) -> dic
 
 
 def _decode_value(text: str) -> Any:
-    """The value of a text in JSON or Python, because templates write both, else the text."""
+    """The value of a text in JSON or Python, because templates write both; the text itself if it is neither."""
     for decode in (json.loads, ast.literal_eval):
         try:
             return decode(text)

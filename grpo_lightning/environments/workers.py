@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
     state: Any
     """The environment after the call, pickled if it runs in workers. After a failed call in a worker, this is the
-    environment before the call."""
+    environment before the call. After a failed call in the training process, changes made by the call remain."""
 
     value: Any
     """The checked result of the method. If the call failed and `on_failure` has not answered, this is None."""
@@ -136,8 +136,9 @@ class EnvironmentRunner:
     def wait(self, future: Future[Answer], state: Any) -> Result:
         """Wait until a call of the environment's method `step` ends, and return its result.
 
-        If the call fails, the environment's method `on_failure` is called. A valid value other than None becomes the
-        result, with the kind of the failure.
+        If the call fails, the environment's method `on_failure` is called. If `on_failure` returns a valid value other
+        than None, the result has this value and the kind of the failure. Otherwise, the result describes the failure of
+        `step`.
         """
         if math.isinf(self._deadline):
             self._end_round()

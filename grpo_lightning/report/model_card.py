@@ -151,7 +151,7 @@ def data_and_rewards(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def weighted_settings(reward: Any) -> Mapping[str, Any] | None:
-    """The arguments of a `WeightedReward` or of a subclass."""
+    """The arguments of a `WeightedReward` or of a subclass; None for a function or another class."""
     if not isinstance(reward, Mapping):
         return None
     owner = import_class(str(reward.get("class_path")))

@@ -79,7 +79,7 @@ def differences(key: str, value: Any, default: Any, kind: Any) -> Iterator[Setti
 
 
 def is_same_class(path: str, default: Any) -> bool:
-    """True if the default is the class `path`, or an object or settings of it."""
+    """True if the default is the class named `path`, an object of this class, or settings that name this class."""
     if isinstance(default, Mapping):
         return str(default.get("class_path")).rpartition(".")[2] == path.rpartition(".")[2]
     kind = default if isinstance(default, type) else type(default)
@@ -118,7 +118,7 @@ def import_class(path: str) -> Any:
 
 
 def defaults(owner: Any) -> dict[str, Any]:
-    """Defaults of a class by parameter, or `UNKNOWN`."""
+    """Defaults of the parameters of a class by name; `UNKNOWN` for a parameter without a default."""
     try:
         known = inspect.signature(owner).parameters
     except (TypeError, ValueError):  # an unknown class, or one that is written in C

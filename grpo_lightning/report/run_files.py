@@ -49,7 +49,9 @@ FIELDS = frozenset(
 
 
 def find_run(path: Path) -> Path:
-    """Find a run's folder: `path` itself, or the newest `version_<N>` in it, a training run if there is one.
+    """Find a run's folder, which is `path` itself or the newest `version_<N>` in `path` that is a training run.
+
+    If none is a training run, the newest `version_<N>` is returned.
 
     Raises:
         ValueError: If there is no run.

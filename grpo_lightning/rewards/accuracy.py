@@ -1,8 +1,8 @@
 """Mathematical equality of an answer and the ground truth, by math-verify.
 
 math-verify uses sympy, and sympy can compute forever. Therefore math-verify runs in a separate process, which is killed
-if a comparison exceeds its time limit. A signal does not interrupt the computation of a large power, and works only in
-the main thread.
+if a comparison exceeds its time limit. A time limit by signal is not enough, because a signal does not interrupt the
+computation of a large power, and works only in the main thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from grpo_lightning.rewards.workers import RewardWorkers, WorkerPool
 log = logging.getLogger(__name__)
 
 MOST_UNDECIDED = 4
-"""Maximum number of failed comparisons with one ground truth, in one call of the reward."""
+"""Maximum number of failed or timed-out comparisons with one ground truth, in one call of the reward."""
 
 MAX_NESTING = 30
-"""Maximum nesting depth of brackets in a text. The LaTeX parser takes seconds on deeper nesting."""
+"""Maximum nesting depth of brackets in a text. A text with deeper nesting is not parsed, because the LaTeX parser would
+take seconds."""
 
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 _SCIENTIFIC = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
@@ -108,24 +109,24 @@ class Accuracy(AnswerReward):
     side ("6") counts as the ground truth. Units and other words next to a number are ignored: "5 m" equals "5 km". A
     "!" that ends a sentence is not a factorial: "So it is 7!" is 7.
 
-    The reward does not apply to a row without ground truth. In three cases, some or all answers get no value (None),
-    and the reward logs a warning:
+    The reward does not apply to a row without ground truth. The rules above have three exceptions, in which some or all
+    answers get no value (None), and the reward logs a warning:
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
        value.
     2. The ground truth has several different numbers, but is not one expression such as a set or a sum. An answer with
-       the same words is right. For any other answer, the first of these cases decides:
+       the same words is right. For any other answer, the first of these cases that fits decides:
 
        - The ground truth has several sentences or lines (a worked solution): no value.
        - The answer consists of several numbers ("10 and 5"): wrong.
        - The ground truth is one calculation ("3x = 12 => x = 4"), and the answer equals the result: right.
-       - All numbers of the answer occur in the ground truth ("5" for "10 apples (5 red)"): no value.
+       - The answer has numbers, and all of them occur in the ground truth ("5" for "10 apples (5 red)"): no value.
        - Otherwise: wrong.
 
     3. If the comparison of an answer fails or times out, this answer gets no value.
 
     math-verify (install the extra `math`) runs in a separate process. If four comparisons with the same ground truth
-    fail or time out in one call, further answers to this question get no value.
+    fail or time out in one call, the call compares no further answers with it, and these answers get no value.
 
     Args:
         answer_column: The data column with the ground truth, which is text or a number. A part after `####`, between
@@ -209,7 +210,7 @@ class Comparison(Reward):
     """Comparison of two expressions, in the form of a `Reward`, so that a `WorkerPool` can run it."""
 
     def __reduce__(self) -> Any:
-        """Build the parsers in the worker."""
+        """Unpickle by a call of `_ready_comparison`, so that the worker builds the parsers before its first call."""
         return _ready_comparison, ()
 
     def __call__(self, gold: str, answer: str) -> bool | None:
@@ -252,7 +253,7 @@ COMPARISON = WeightedReward(Comparison())
 
 @functools.cache
 def _pool(process_id: int) -> WorkerPool:
-    """Make a pool of one worker, once per process, because a forked process lacks its parent's threads.
+    """Make a pool of one worker. The cache key is the process id, because a fork lacks its parent's threads.
 
     Without the memory limit, `9^{9^9}` could exhaust the memory of the machine before the timeout.
     """
@@ -275,7 +276,7 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 
     Returns:
         True if `answer` equals `gold`. False if it does not, or if `answer` cannot be parsed as one answer. None if
-        `gold` cannot be parsed as one answer .
+        `gold` cannot be parsed as one answer (exceptions 1 and 2 of `Accuracy`).
 
     Raises:
         UndecidedError: If the comparison failed or timed out.
@@ -292,7 +293,8 @@ def compare(gold: str, answer: str, timeout_seconds: float) -> bool | None:
 def parse_short(text: str) -> list[Any]:
     r"""Parse a short answer into its possible expressions. The list is empty if the answer is not mathematics.
 
-    Without `$` signs, `math_verify` would parse both `2\pi` and `(1, 2)` as the number 2.
+    A formula without delimiters is put between `$` signs, because `math_verify` would otherwise parse both `2\pi` and
+    `(1, 2)` as the number 2.
     """
     from math_verify import parse
 
@@ -357,7 +359,7 @@ def delimit(text: str) -> str:
 def is_formula(text: str) -> bool:
     """Whether the whole text is mathematics, rather than text with a number in it.
 
-    math-verify parses a word as a product of letters, so "god" equals "dog".
+    Words are not mathematics, because math-verify would parse a word as a product of letters ("god" equals "dog").
     """
     if "\\" in text:
         return True
@@ -398,7 +400,10 @@ def joins_answers(part: str) -> bool:
 
 
 def is_set_operation(expressions: list[Any]) -> bool:
-    r"""Whether `math_verify` parsed a whole set operation. From `(1, 2) \cup 4`, it parses only the 4."""
+    r"""Whether `math_verify` parsed a whole set operation. From `(1, 2) \cup 4`, it parses only the 4.
+
+    The result is also True if `math_verify` could not parse the text.
+    """
     from sympy import Basic, Set
 
     parsed = [expression for expression in expressions if isinstance(expression, Basic)]

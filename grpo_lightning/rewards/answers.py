@@ -50,7 +50,7 @@ _DISPLAY = {"\\[": "\\]", "$$": "$$"}
 def readable(text: str) -> str:
     r"""Convert full-width characters to ASCII, and put spaces around text in unspaced scripts (Chinese, ...).
 
-    Otherwise `\b` and `\w` treat "3个" as one word.
+    Without these spaces, `\b` and `\w` of patterns treat "3个" as one word.
     """
     return _SEAM.sub(" ", text.translate(_FULL_WIDTH))
 
@@ -145,7 +145,10 @@ def _announced_answer(text: str) -> str | None:
 
 
 def _in_bold(text: str) -> str | None:
-    """The last bold text that is not a heading; if its line has several bold texts, the whole line."""
+    """The last bold text that is not a heading; if its line has several bold texts, the whole line.
+
+    None if there is no such text, if a digit occurs anywhere after it, or if a negation precedes it in its line.
+    """
     last = None
     for found in _BOLD.finditer(text):
         last = found if not found[1].rstrip().endswith(":") and text[found.end() : found.end() + 1] != ":" else last
@@ -159,7 +162,11 @@ def _in_bold(text: str) -> str | None:
 
 
 def _last_line(text: str) -> str | None:
-    """The text after the last "=" or "is" in the last non-empty line; without "=" or "is", the whole line."""
+    """The text after the last "=" or "is" in the last non-empty line; without "=" or "is", the whole line.
+
+    If the line lists several answers ("x = 1, y = 2"), the result is the whole line. If the answer is empty, negated or
+    a question, the result is None.
+    """
     lines = (line.strip() for line in reversed(text.rstrip().split("\n")))
     line = next((line for line in lines if line and not _FENCE.fullmatch(line)), "")
     *_, so = None, *_SO.finditer(line)
@@ -188,7 +195,7 @@ EXTRACTORS: dict[str, Callable[[str, str], str | None]] = {
     "hashes": lambda text, _: after_hashes(text),
     "text": lambda text, _: text,
 }
-"""Extractors by their name in the config."""
+"""Extractors by their name in the config. The arguments are a completion and its finish reason."""
 
 
 def given_answer(text: str) -> str:
@@ -357,7 +364,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _REFUSED_CHARACTERS = 80
-"""Number of characters that are searched before a letter."""
+"""Number of characters before a letter that are searched for `_REFUSED`."""
 
 _WRONG = re.compile(
     r"[)\]*_\"'.]{0,4}\s{1,8}(?:is|would\s{1,8}be|must\s{1,8}be|seems)\s{1,8}"

@@ -15,7 +15,7 @@ A chat prompt is a list of messages, and its completion is `[{"role": "assistant
 its completion are strings. A reward can request a different form of the completions with `completions_as`. The reward
 returns a number or None for each completion. If all completions of a group get None, the reward does not apply to the
 group, and only the other rewards count. If only some completions of a group get None, these completions are not
-scorable. Their advantage is 0.
+scorable. They are left out of the group's mean and standard deviation, and their advantage is 0.
 
 For a reward with the attribute `per_group = True`, every argument that is a list has one element per group. For
 completions, token ids and finish reasons, the element is a list of G values. The reward returns one list of G values
@@ -34,8 +34,10 @@ that are stated below:
 - `rollout_infos`: empty dicts.
 - `images`: the row's images, or an empty list if the row has no images. This argument is passed only if the reward's
   signature names it.
-- `image_path`: a list with the path of each image of the row, or None if the row has no images.
-- `image_grid_thw`: the size [t, h, w] of the row's first image in patches. It may be None.
+- `image_path`: a list with the path of each image of the row (None for an image that is not a file), or None if the
+  row has no images.
+- `image_grid_thw`: the size [t, h, w] of the row's first image in patches. It is None if the row has no images, or if
+  the policy's processor does not return the size.
 - `problem`: the text of the last user message.
 
 In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
@@ -127,7 +129,8 @@ ImageSize = tuple[int, int] | None
 CompletionsAs = Literal["auto", "text", "messages"]
 
 _TEXT_CLASSES = {"ORM", "AsyncORM"}
-"""Names of ms-swift's base classes. Comparing names avoids an import of ms-swift."""
+"""Names of ms-swift's base classes. Rewards derived from them take text. Comparing names avoids an import of
+ms-swift."""
 
 
 class Reward(ABC):
@@ -179,8 +182,8 @@ class Reward(ABC):
         The method is called for every row, so it must be fast and must not open files.
 
         Args:
-            columns: The row's data columns. A run also passes the prompt as `prompts` and the environment's
-                `observation_role`.
+            columns: The row's data columns. A run also passes the prompt as `prompts` and, with an environment, the
+                role of its observations as `observation_role`. `__call__` gets None for a column that is missing here.
             image_sizes: One per image of the row.
 
         Raises:
@@ -194,8 +197,8 @@ class Reward(ABC):
         """Start the slow part of scoring one prompt's completions, while other prompts are still being sampled.
 
         This method is for rewards that run in the training process. `prefetch` gets the arguments of the later call,
-        but only for one prompt, and without the logging functions. If the coroutine still runs after the batch has been
-        scored, it is cancelled. An error in the coroutine is only logged.
+        but only for one prompt, and without the logging functions. It runs in the event loop of asynchronous rewards.
+        If it still runs after the batch has been scored, it is cancelled. An error in it is only logged.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027
@@ -221,7 +224,7 @@ class TrainerState:
 
     max_steps: int
     """Optimizer steps of the whole run; -1 if this number is unknown. Without `trainer.max_steps`, this number is
-    unknown before training starts."""
+    unknown before training starts, in a run that does not train, and if the number of steps per epoch is unknown."""
 
     epoch: float
     """`current_epoch` plus the completed fraction of the current epoch. If the number of steps per epoch is unknown,
@@ -266,8 +269,8 @@ RewardLike = Reward | Callable[..., Any]
 class WeightedReward(Reward):
     """A reward with its weight in the total, a name, and a failure policy.
 
-    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or a value that is neither
-    a finite number nor None.
+    A failure is an exception, a timeout, a crashed worker process, a wrong number of values, or an invalid value (one
+    that is neither a finite number nor None).
 
     Args:
         reward: The function or callable object.
@@ -353,7 +356,7 @@ class WeightedReward(Reward):
     def _read_images(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the `ImageRef`s in the arguments that the signature names by PIL images.
 
-        The images are read here, so that no pixels are sent to workers.
+        The images are read only here, so that no pixels are sent to workers.
         """
         decoded: dict[int, Image] = {}  # completions of the same prompt have the same reference
 

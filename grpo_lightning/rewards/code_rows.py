@@ -11,9 +11,9 @@
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
-function's name in `fn_name`. A case without a type is a function call if `fn_name` is set. In LiveCodeBench, the key of
-the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in the `metadata` of the case
-or of the row.
+function's name in `fn_name`. A case without a type is a function call if the function's name is given. In
+LiveCodeBench, the key of the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in
+the `metadata` of the case or of the row.
 
 A column can also hold the JSON text of these objects or lists.
 """

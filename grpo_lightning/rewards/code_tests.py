@@ -8,7 +8,8 @@ sockets and other processes. Programs cannot read the expected answers:
   returned values reach the test code as copies of builtin types. Therefore a program cannot pass by patching `==` or a
   builtin, or by ending its process with status 0.
 
-A program can still recognize the arguments of the tests.
+A program can still pass without solving the problem if it recognizes the arguments of the tests, or if the row's prompt
+contains the expected answers.
 """
 
 from __future__ import annotations
@@ -71,21 +72,22 @@ class CodeTests(Reward):
     - Standard input and output: the test passes if the program ends with status 0 and prints the expected words, line
       by line.
     - Function call: the test passes if the program's function returns the expected value.
-    - Test code (`assert f(1) == 2`): the test passes if the code raises nothing.
+    - Test code (`assert f(1) == 2`): the test passes if the code raises nothing. Arguments and returned values are
+      copied between the process of the test and that of the program.
 
     Each test runs in new processes, in a sandbox without network. Programs can read only the standard library, the
     system's shared libraries and four system files. They can write only `/dev/null`. The sandbox needs Linux 5.13 or
     later with Landlock, on x86_64 or aarch64. It needs no privileges. On any other system, the run is refused.
 
-    The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and with a test that
-    ran out of time (`reward/code_tests/timed_out`). The log of completions gets a column `code_tests` with the number
-    of passed tests and the first failure.
+    The reward logs the fraction of completions without a program (`reward/code_tests/no_program`), and the fraction of
+    completions with a test that ran out of time (`reward/code_tests/timed_out`). The log of completions gets a column
+    `code_tests` with the number of passed tests and the reason for the first failure.
 
     Args:
         tests_columns: The data columns with the tests: `[verification_info]` (open-r1), `[input_output]` (APPS, TACO),
             `[public_tests, private_tests]` (code_contests), `[public_test_cases, private_test_cases]` (LiveCodeBench),
             `[test_list]` (MBPP), `[test]` (HumanEval). A column without a value is skipped. The reward does not apply
-            to a row without any value.
+            to a row in which none of these columns has a value.
         setup_column: The data column with code to run before the test code: `test_setup_code` or `test_imports` (MBPP).
         entry_point_column: The data column with the name of the program's function: `entry_point` (HumanEval) or
             `metadata` (LiveCodeBench).
@@ -93,12 +95,13 @@ class CodeTests(Reward):
         max_tests: Run only the first `max_tests` tests of a row; null runs all tests.
         timeout_seconds: Time limit of a test in wall time. After the first test that exceeds the limit, the remaining
             tests of the program count as failed.
-        call_seconds: Time for all programs in one call (the G completions of a prompt). The rest of the time is divided
-            equally among the programs that have not run yet. A test that exceeds its program's share counts as failed.
-            Keep `call_seconds` below `model.reward_workers.timeout_seconds`.
+        call_seconds: Time for all programs in one call (the G completions of a prompt). When a program
+            starts, the time that is left is divided equally among this program and those after it. A test that exceeds
+            its program's share counts as failed. Keep `call_seconds` below `model.reward_workers.timeout_seconds`.
         memory_mb: Address space in MB that a program may reserve.
         tolerance: Decimal numbers are equal if they differ by at most `tolerance`, absolutely or relative to the
-            expected number. Printed integers must be equal as text. With 0, so must printed decimal numbers.
+            expected number. Printed integers must be equal as text. With 0, printed decimal numbers must be
+            equal as text, too.
         preamble: Code that runs before the code of every program. The default imports type names for LeetCode
             solutions.
         allow_file_reads: Run programs even if the kernel has no Landlock. Programs can then read every file of this
@@ -207,7 +210,7 @@ class CodeTests(Reward):
         return tests[: self.max_tests]
 
     def _run_all(self, programs: Sequence[str | None], rows: Sequence[Mapping[str, Any]]) -> list[Result | None]:
-        """Run programs one by one; equal programs of a row run once."""
+        """Run programs one by one; equal programs of a row run once. Returns: [B], None where a row has no tests."""
         stop = time.monotonic() + self.call_seconds
         results: list[Result | None] = []
         known: dict[str | None, Result | None] = {}
@@ -222,7 +225,7 @@ class CodeTests(Reward):
         return results
 
     def _run(self, program: str | None, tests: Sequence[Test], seconds: float) -> Result:
-        """Run a program on tests, within a time in seconds for all of them."""
+        """Run a program on tests. `seconds` is the time limit of all tests together."""
         if program is None:
             return Result(0.0, "no program")
         stop = time.monotonic() + seconds
@@ -278,7 +281,8 @@ def _is_empty(value: Any) -> bool:
 def python_program(text: str) -> str | None:
     """Extract the program of a completion; None if there is none.
 
-    Only the text after the reasoning is searched. The program is the first of these that exists:
+    Only the text after the reasoning is searched. Blocks without a closing fence are ignored. The program is the first
+    of these that exists:
 
     1. the last block with the language python,
     2. the last block without a language,

@@ -40,7 +40,7 @@ class Countdown(Reward):
 
     The expression has integers, + - * / (or × · ÷) and parentheses, and is evaluated exactly, so 1/3*3 is 1. It can
     also have `\times`, `\cdot`, `\div` and `\frac{...}{...}` of LaTeX. The expression can be followed by `= target` and
-    a full stop. Answers are never executed as code.
+    a full stop. Any other answer is wrong. Answers are never executed as code.
 
     With the defaults, the task is that of TinyZero (data columns `nums` and `target`). With `uses="some"`, the task is
     `countdown` of reasoning-gym.
@@ -147,7 +147,7 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Evaluate a parsed expression. Raises: SyntaxError; ZeroDivisionError."""
+    """Evaluate a parsed expression. Raises: SyntaxError if it has other nodes; ZeroDivisionError if it divides by 0."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -52,10 +52,10 @@ class Queries:
     """Limits the number of concurrent queries."""
 
     early: dict[str, list[asyncio.Task[str | Exception]]] = field(default_factory=dict)
-    """Queries that `LLMJudge.prefetch` has started, by the text that is sent to the judge."""
+    """Queries that `LLMJudge.prefetch` has started and no call has taken over, by the text for the judge."""
 
     client: AsyncOpenAI | None = None
-    """None while no call runs."""
+    """The client that concurrent calls share; None while no call runs."""
 
     num_running: int = 0
     """Number of calls that use the client."""
@@ -65,13 +65,14 @@ class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
     The judge gets the question, the ground truth and the answer of the completion. The question is the text of the
-    prompt or, for a chat, of the last message. The answer is the content of the last `<answer>...</answer>`. Without
-    these tags, it is the last `\boxed{...}` after the reasoning, or else the whole text after the reasoning.
+    prompt or, for a chat, of the last message. If the completion continues an assistant message, the question is the
+    text of the message before it. The answer is the content of the last `<answer>...</answer>`. Without these tags, it
+    is the last `\boxed{...}` after the reasoning, or else the whole text after the reasoning.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a
     batch fail (wrong address, key or model). It also raises an error if no reply so far has a score. The probable cause
-    is `prompt`.
+    is a `prompt` that requests another form of reply.
 
     Args:
         model: The name of the model at the endpoint.
@@ -307,8 +308,9 @@ class LLMJudge(AnswerReward):
 def score_in(reply: str) -> float | None:
     """Parse the score of a reply; None if it is not a number from 0 to 1.
 
-    The text up to the last `</think>` is ignored. The score is the number after the last "Score:" or else the last
-    "Reward:", up to the end of the line. In a reply with neither word, the score is the whole remaining text.
+    The text up to the last `</think>` is ignored. The score is the number after the last "Score:", up to the end of the
+    line. If there is no number at this place, the score is the number after the last "Reward:". In a reply with neither
+    word, the score is the whole remaining text.
     """
     final = reply.rpartition("</think>")[2].lower()
     rests = [final.rpartition(word)[2] for word in ("score:", "reward:") if word in final]

@@ -140,8 +140,8 @@ class AnyAnswer(Method):
       the letter of an option is compared with the text of the ground truth ("Paris").
     - A number: an answer with exactly one number is correct if that number equals the ground truth ("There are 3." is
       3). An answer that is a formula ("3/4" for 0.75, "12 cm" for 12) is compared as mathematics.
-    - Mathematics: the answer is compared as in `Accuracy`. An answer with a different well-known unit ("5 m" for "5
-      km") is wrong. Other units are ignored.
+    - Mathematics: the answer is compared as in `Accuracy`. An answer is wrong if its unit and the unit of the ground
+      truth are well known and different ("5 m" for "5 km"). Other units are ignored.
     - A date in digits ("2024-05-01"): an answer with exactly one date is correct if that date equals the ground truth.
     - Other text: the answer gets 0 or, with `has_partial_credit`, the value of `TextSimilarity`. VLM-R1 always gives
       this partial credit.
@@ -282,8 +282,8 @@ class ByMethod(Reward):
             [B] values, awaitable if at least one row has an async scoring method.
 
         Raises:
-            ValueError: If a row names an unknown scoring method, or a method lacks a column or returns the wrong number
-                of values.
+            ValueError: If a row names an unknown scoring method, if a column that a method needs is missing, or if a
+                method returns the wrong number of values.
             ImportError: If a row names a scoring method whose package is missing.
         """
         named = available.get(self.method_column) or [None] * len(completions)
@@ -326,7 +326,8 @@ class ByMethod(Reward):
         """Run `check_row` of the row's scoring method.
 
         Raises:
-            ValueError: If the scoring method is unknown, lacks a column, or its `check_row` fails.
+            ValueError: If the scoring method is unknown, if a column that it needs is missing, or if its `check_row`
+                fails.
             ImportError: If the row names a scoring method whose package is missing.
         """
         method = self.method_of(columns)
@@ -411,8 +412,8 @@ def _merge(results: Mapping[str, Any], rows: Mapping[str, Sequence[int]], count:
 def similarity(a: str, b: str) -> float:
     """Levenshtein ratio of two texts: 2 * LCS / (len(a) + len(b)); 1 for two empty texts.
 
-    The bits of an integer store a row of the dynamic-programming table. A bit is zero where the LCS grows (Hyyrö,
-    "Bit-Parallel LCS-length Computation Revisited", 2004).
+    LCS is the length of the longest common subsequence. The bits of an integer store a row of the dynamic-programming
+    table. A bit is zero where the LCS grows (Hyyrö, "Bit-Parallel LCS-length Computation Revisited", 2004).
     """
     if len(a) < len(b):
         a, b = b, a

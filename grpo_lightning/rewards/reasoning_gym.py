@@ -20,10 +20,10 @@ class ReasoningGym(Reward):
     r"""The score, from 0 to 1, that reasoning-gym's verifier of the row's task gives to the answer.
 
     The answer is the content of the last answer tags. Without tags, it is the last `\boxed{}` after the reasoning, or
-    else the whole text after the reasoning. A blank answer is passed to the verifier as None. Some verifiers give 0.01
-    to any answer. A verifier fails if it raises an error or does not return a number from 0 to 1. The completion then
-    gets `failed_value`, a warning is logged, and the fraction of such completions is logged as
-    `reward/reasoning_gym/verifier_failed`.
+    else the whole text after the reasoning. A blank answer is passed to the verifier as None. The verifier's value is
+    used unchanged, even the 0.01 that some verifiers give to any answer. A verifier fails if it raises an error or does
+    not return a number from 0 to 1. The completion then gets `failed_value`, a warning is logged, and the fraction of
+    such completions is logged as `reward/reasoning_gym/verifier_failed`.
 
     The verifiers of nine tasks (`EVALUATES_ANSWERS`) execute the answer as Python code. Rows of these tasks are refused
     unless `evaluate_answers` is true. For the task countdown, use the reward `Countdown`, which executes nothing.

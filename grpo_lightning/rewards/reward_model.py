@@ -101,7 +101,7 @@ class Classifier:
         return sum(weight.numel() for weight in model.parameters()), dtype.itemsize
 
     def load(self, device: torch.device) -> PreTrainedModel:
-        """Load the unsharded weights onto a device.
+        """Load the unsharded weights onto a device, frozen and in eval mode.
 
         Raises:
             ValueError: If the checkpoint lacks weights, which transformers would initialize randomly.
@@ -230,7 +230,7 @@ class RewardModel(Reward):
             )
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check a row.
+        """Check that a row has no images, and that the chat template accepts its messages.
 
         Raises:
             ValueError: If the row has images, or if the chat template does not accept the messages.
@@ -269,7 +269,7 @@ class RewardModel(Reward):
     def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], log_metric: Any = None
     ) -> list[float | None]:
-        """Score completions.
+        """Score completions. Outside of a run, the first call loads the model (onto the CPU if `device` is null).
 
         Args:
             prompts: [B].

@@ -1,4 +1,4 @@
-"""Score a rollout: call every reward, and add up the values of each completion.
+"""Score a rollout with every reward, and add up the values of each completion.
 
 By default, a call gets the completions of one prompt. An async reward, or a reward with `in_process = True`, gets the
 whole batch in one call. A call runs in a worker process or in this process. A group's calls in workers start as soon as
@@ -101,7 +101,7 @@ class Scores:
         return replace(self, total=self.total.masked_fill(excluded, math.nan), by_reward=by_reward)
 
     def select(self, rows: Sequence[int]) -> Scores:
-        """Select groups. The metrics and failures remain those of all groups."""
+        """Select groups, in the given order. The metrics and failures remain those of all groups."""
         rows, size = list(rows), self.total.shape[1]
         return replace(
             self,
@@ -117,7 +117,7 @@ class Scores:
 def concatenate_scores(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of groups that were scored separately.
 
-    A metric is the mean over the parts that logged it, weighted by completions.
+    A metric is the mean over the parts that logged it, weighted by their numbers of completions.
     """
     columns = dict.fromkeys(name for part in parts for name in part.extras)
     metrics: dict[str, float] = {}

@@ -162,7 +162,7 @@ class Answer:
     """One of `scoring.FAILURES`, or "stays" if the reward must run in the training process; empty on success."""
 
     problem: str = ""
-    """Description, to follow the name of the reward."""
+    """Description of the failure, to follow the name of the reward."""
 
     cause: BaseException | None = None
     """The exception that caused the failure; None if there was none."""
@@ -422,7 +422,7 @@ class WorkerPool:
         self.warn_once(log, name, text, self.kind, name, why, remedy)
 
     def stop(self) -> None:
-        """Stop the workers and their calls."""
+        """Stop the workers and their calls. The next call starts the workers again."""
         if self._places:
             self._close()
 

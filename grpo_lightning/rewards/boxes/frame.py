@@ -151,7 +151,7 @@ class BoxReward(Reward):
         """Parse the ground truth of a row; None for a row without one. Raises: ValueError if it is invalid."""
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
-        """The boxes of a parsed ground truth.
+        """The boxes of a parsed ground truth, for `check_row` and the log of completions.
 
         By default, there are none, and `check_row` checks no boxes.
         """
@@ -207,8 +207,8 @@ def check_inside(box: Box, scale: Scale, size: tuple[float, float] | None) -> No
     """Check that a ground-truth box, in the units of the data, overlaps its image (`size` in pixels).
 
     Raises:
-        ValueError: If the box lies outside the image, has no area, or ends within the first pixel (its coordinates are
-            probably fractions).
+        ValueError: If the box lies completely outside the image, has no area, or ends within the first pixel (its
+            coordinates are probably fractions from 0 to 1).
     """
     if size is not None and is_share(box, size):
         raise ValueError(

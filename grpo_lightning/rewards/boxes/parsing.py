@@ -57,10 +57,10 @@ def boxes_in(answer: str) -> list[Box | None]:
 def detections(text: str) -> list[Detection] | None:
     """Parse the objects listed in a completion's answer; None if the answer is not a list of objects.
 
-    The list is JSON, with or without code fences or surrounding words. Its items have the form `{"bbox_2d": [x1, y1,
-    x2, y2], "label": "..."}`. A single item is accepted without a list. An item that is only a box counts as an object
-    without a label, and an item of any other form counts as an object without a box. If the answer is the text `None`,
-    `null` or `[]`, the result is an empty list.
+    The list is JSON, in the last code fences or without fences. Words can surround it. Its items have the form
+    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`. A single item is accepted without a list. An item that is only a
+    box counts as an object without a label, and an item of any other form counts as an object without a box. If the
+    answer is the text `None`, `null` or `[]`, the result is an empty list.
     """
     answer = _in_fences(answer_of(text))
     if plain(answer).strip("\"'`") == "none":

@@ -33,9 +33,10 @@ class IoU(BoxReward):
 
     The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. Without answer tags, the
     box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The numbers may be
-    integers or decimals, and the box may be inside JSON or outside of it. The box is converted to pixels of the
-    original image (the image before it is resized for the policy) and clipped to this image. The reward is 0 if there
-    is no box, or if the box is inverted or empty. VLM-R1's `iou_reward` differs (see docs/vision.md).
+    integers or decimals, and the box may be inside JSON or outside of it. This box and the ground-truth box are
+    converted to pixels of the original image (the image before it is resized for the policy) and clipped to this image.
+    The reward is 0 if there is no box, or if the box is inverted or empty. VLM-R1's `iou_reward` differs (see
+    docs/vision.md).
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
@@ -81,7 +82,7 @@ class IoU(BoxReward):
         return [] if given is None else [given]
 
     def compare(self, given: Box | None, right: Box, frame: BoxFrame) -> float:
-        """Compute the IoU."""
+        """Compute the IoU. With a threshold, return 1 if the IoU is above the threshold, and 0 if not."""
         overlap = iou(frame.answer_boxes([given]), frame.gold_boxes([right])).item()
         return overlap if self.threshold is None else float(overlap > self.threshold)
 

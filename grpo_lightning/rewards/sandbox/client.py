@@ -70,7 +70,7 @@ class Ended:
     """"exit", "timeout", "output" (too long), "threads" (too many) or "lost" (its launcher was killed)."""
 
     status: int = 0
-    """Exit status, or minus the number of the signal."""
+    """Exit status, or minus the number of the signal that ended the process."""
 
     output: bytes = b""
     """Standard output, the answer to a call, or the verdict of test code."""
@@ -185,7 +185,7 @@ class Sandbox:
             max_output: Limit for the encoded value, in bytes.
 
         Returns:
-            (how the job ended, the value, ""), or (how the job ended, None, the reason).
+            (how the job ended, the value, ""). If there is no value: (how the job ended, None, the reason).
 
         Raises:
             SandboxError: If the sandbox failed.
@@ -255,7 +255,7 @@ class Sandbox:
         return Ended(status["ended"], status["status"], output)
 
     def _ask(self, header: dict[str, Any], body: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Send a message and wait. Raises: SandboxError at the time limit; EOFError or OSError without a launcher."""
+        """Send a message and wait. Raises: SandboxError after `seconds`; EOFError or OSError if the launcher ended."""
         self._control.send_bytes(json.dumps(header).encode() + b"\n" + body)
         if not self._control.poll(seconds):
             raise SandboxError(f"the launcher of programs did not answer within {seconds:g} s.")
@@ -278,7 +278,7 @@ for name, attempt in attempts.items():
     except OSError:
         pass
 """
-"""A program that tries forbidden actions."""
+"""A program that tries forbidden actions, and prints those that the sandbox does not prevent."""
 
 
 def check_sandbox(limits: Limits) -> list[str]:

@@ -252,8 +252,8 @@ Instruction = tuple[int, int, int, int]
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
     """Assemble the seccomp filter, which allows a list of system calls.
 
-    All other system calls fail with EPERM. `clone3` fails with ENOSYS, because a filter cannot see its arguments, and
-    libc then uses `clone`.
+    Some calls are allowed only with certain arguments. All other system calls fail with EPERM, except `clone3`. A
+    filter cannot see the arguments of `clone3`, so this call fails with ENOSYS, and libc then uses `clone`.
 
     The process `pid` may signal only itself. Without Landlock, no file can be opened for writing, not even `/dev/null`.
     """
@@ -308,9 +308,9 @@ def _no_pointer(number: int) -> list[Instruction]:
 
 
 def _read_only(number: int, *, has_landlock: bool) -> list[Instruction]:
-    """Allow opening files for reading and, if Landlock restricts it by path, for writing.
+    """Allow opening files for reading. With Landlock, also allow opening for writing, which Landlock restricts by path.
 
-    O_TRUNC with reading is always refused: it truncates the file, which Landlock before Linux 6.2 does not check.
+    O_TRUNC with reading is always refused, because Landlock before Linux 6.2 does not check truncation.
     """
     if has_landlock:
         return [

@@ -109,7 +109,8 @@ def _nothing() -> None:
 def _open_input(body: bytes) -> tuple[int, int]:
     """Open a program's standard input. Returns: the end to read, and the end to write (-1 for a file in memory).
 
-    Programs of contests read the size of their input, which a pipe does not have.
+    The input is a file in memory if possible, because programs of contests read the size of their input. Otherwise, the
+    input is a pipe, which has no size.
     """
     if not hasattr(os, "memfd_create"):
         return os.pipe()
@@ -174,7 +175,7 @@ class Launcher:
 
         Raises:
             OSError: If a child could not be started.
-            Child: In a forked process.
+            Child: Only in a forked process, which then leaves the launcher's loop.
         """
         seconds = job["seconds"]
         if job["kind"] == "judge":
@@ -277,10 +278,13 @@ class Launcher:
         exec(compile(self.source, "program.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
     def _watch(self, pid: int, exchange: Exchange, program: int, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Wait until the child `pid` ends; kill it at the time, output or thread limit. Returns and raises as `run`.
+        """Wait until the child `pid` ends; kill it at the time, output or thread limit. Returns: as `run`.
 
-        The thread limit is that of `program`, the child that runs the program. In a "judge" job, `pid` is another
+        The thread limit applies to `program`, the child that runs the program. In a "judge" job, `pid` is another
         child.
+
+        Raises:
+            OSError: If the child `pid` did not enter the sandbox.
         """
         stop = time.monotonic() + seconds
         with exchange:
@@ -309,7 +313,11 @@ class Launcher:
 
 
 class Exchange:
-    """Context that feeds a child its input, collects its output, and closes both pipes at the end."""
+    """Context that feeds a child its input, collects its output, and closes both pipes at the end.
+
+    `take` is the file descriptor of the output, which may have at most `limit` bytes. `give` is the file descriptor of
+    the input; -1 if there is no input.
+    """
 
     def __init__(self, take: int, limit: int, give: int = -1, body: bytes = b"") -> None:
         self.take, self.limit, self.give, self.left = take, limit, give, memoryview(body)

@@ -52,7 +52,7 @@ class PlainError(Exception):
 
 
 class ProgramError(Exception):
-    """Raised in tests if the program ended, raised its own exception, or returned an unusable value."""
+    """Raised in tests if the program ended, raised an exception of its own type, or returned an unusable value."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
@@ -130,7 +130,7 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raise PlainError: the `keep` or `find` that allows only the types in the table."""
+    """Raise PlainError. As the argument `keep` or `find`, this function allows only the types in the table."""
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 
