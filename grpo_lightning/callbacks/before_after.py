@@ -40,13 +40,14 @@ class BeforeAfter(L.Callback):
 
     - `seed`, `metric`, `num_prompts`, `images` (number of images in the prompts) and `steps` (optimizer steps);
     - `<metric>_before`, `<metric>_after`: values of the headline metric for sampled completions, or null;
-    - `greedy_before`, `greedy_after`: values for greedy completions, or null;
+    - `greedy_before`, `greedy_after`: values of this metric for greedy completions, or null;
     - `seconds`: time since this package was imported;
     - `before`, `after`: all numbers of the table, by kind of completion (`sampled`, `greedy`) and name.
 
     Args:
         metric: Headline metric: the name of a reward, "reward" (the weighted total), "pass@8", ...
-        num_samples: Number of prompts that are printed with a completion, for each of the two evaluations.
+        num_samples: Number of prompts that are printed with a completion, for each of the two evaluations. 0 prints
+            none.
         dirpath: Folder of `summary.json`; null is the run's folder.
     """
 
@@ -230,7 +231,7 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
 def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
     """Format the value of a metric for a table cell, with four significant digits.
 
-    The confidence interval, if there is one, follows. Without a value, the cell is "-".
+    The confidence interval, if there is one, follows after the text `between`. Without a value, the cell is "-".
     """
     if name not in numbers:
         return "-"

@@ -52,8 +52,8 @@ class CompletionLog(L.Callback):
     - `columns`: the columns of the data row, but neither the prompt nor values of more than 1,000 characters;
     - `turns` (only in conversations): role, text and number of tokens of each turn, and for a turn of the policy also
       its finish reason and its reward;
-    - `images` (only if the prompt has images): for each image, its name, its size in pixels, its size after resizing
-      for the policy, and the coordinate convention of the policy;
+    - `images` (only if the prompt has images): for each image, its name (for a file, the path), its size in pixels, its
+      size after resizing for the policy, and the coordinate convention of the policy;
     - `epoch`, `rollout`, `source`, `prompt_index`, `prompt`, `completion`, `finish_reason` and `advantage`;
     - one field for each column that rewards passed to `log_extra`.
 
@@ -61,8 +61,8 @@ class CompletionLog(L.Callback):
     have no lines.
 
     Weights & Biases also gets a table of each rollout. TensorBoard gets the best completions of each rollout, the worst
-    completions and a few others. Both loggers get the images in the prompts of these completions, but only those of
-    rank 0's prompts.
+    completions and a few others. Both loggers get the images in the prompts of these best, worst and other completions,
+    but no images of prompts of other ranks than rank 0.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. A line has the fields
     `rollout`, `completion` (index of the completion in the rollout), `tokens` (text), `old_logprobs` and `logprobs`
@@ -74,7 +74,7 @@ class CompletionLog(L.Callback):
     Args:
         every_n_rollouts: Write only every n-th rollout.
         max_rows: Maximum number of completions in a Weights & Biases table.
-        num_samples: Number of completions of each kind (best, worst and other) that the loggers show.
+        num_samples: Number of completions of each kind (best, worst and other) that the loggers show. 0 shows none.
         token_logprobs: Write `tokens.jsonl`. This costs one more forward pass over each rollout that is written, and
             about 25 bytes of disk per token.
         dirpath: Output folder; null is the run's folder. With null, a `fast_dev_run` writes nothing.
@@ -106,7 +106,7 @@ class CompletionLog(L.Callback):
         self.logged_messages: set[str] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove old files. In a resumed run, only remove lines newer than the checkpoint."""
+        """Remove the files of an earlier run. A resumed run removes only the lines newer than its checkpoint."""
         assert isinstance(pl_module, GRPOLightningModule)
         self.path, self.first_lines = None, None
         if not is_writing(trainer, self.dirpath):
@@ -198,7 +198,7 @@ class CompletionLog(L.Callback):
         logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
 
     def images(self, prompt: Prompt | None) -> Iterator[Any]:
-        """PIL images of a prompt. An unreadable image does not stop the run."""
+        """PIL images of a prompt. An unreadable image is logged and does not stop the run."""
         for image in () if prompt is None else prompt.images:
             try:
                 yield image.read()
@@ -227,7 +227,8 @@ def groups_of_lines(rollout: Rollout, when: Mapping[str, int], teams: Teams) -> 
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     """Iterate over the records of a rollout's completions, in order.
 
-    A `log_extra` column with the name of another field or table column is renamed to `extra/<name>`.
+    A `log_extra` column with the name of another field, or of a reward's column in `cells`, is renamed to
+    `extra/<name>`.
     """
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None
@@ -272,8 +273,9 @@ def token_records(
     """Records of the tokens of this rank's completions, with the current policy's log-probs. Every rank must call this.
 
     Returns:
-        For each completion, (rank that holds its group, index of the group on that rank, index of the completion in the
-        group), and the record of its tokens. A micro-batch with empty `numbers` or `groups` has no records.
+        For each completion, a tuple and the record of the completion's tokens. The tuple contains the rank that holds
+        the complete group, the index of the group on that rank, and the index of the completion in the group. A
+        micro-batch with empty `numbers` or `groups` has no records.
     """
     actor, teams = module.actor, module.teams
     texts: dict[int, str] = {}
@@ -307,7 +309,7 @@ def token_records(
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token, with its leading space. Part of a character becomes U+FFFD."""
+    """Text of one token, with its leading space. A token that is only part of a character becomes U+FFFD."""
     text = str(tokenizer.decode([token]))
     raw = tokenizer.convert_ids_to_tokens(token)
     # SentencePiece's decoders drop the space at the beginning of a text.
@@ -336,7 +338,7 @@ def keep_rollouts_before(path: Path, rollout: int) -> None:
 
 
 def remove_log(path: Path) -> None:
-    """Remove the log of an earlier run, even with an incomplete first line.
+    """Remove the log of an earlier run, even if its first line is incomplete.
 
     Raises:
         ValueError: If the first line does not belong to a completion log.

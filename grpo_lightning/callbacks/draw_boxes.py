@@ -208,7 +208,7 @@ class DrawBoxes(L.Callback):
         return chosen[trainer.global_rank :: trainer.world_size] if is_shared else chosen
 
     def panels(self, module: GRPOLightningModule, prompts: list[Prompt]) -> Iterator[Panel]:
-        """Sample answers, and make a panel of each prompt. Collective, also without prompts."""
+        """Sample answers, and make a panel of each prompt. Collective: ranks without prompts call it, too."""
         evaluation = module.evaluate(prompts, is_greedy=self.greedy)
         for group in evaluation.groups:
             target = target_of(group, self.answer_column, self.coordinates, self.gold_coordinates)
@@ -259,7 +259,7 @@ def thumbnail(image: ImageRef) -> tuple[bytes, tuple[int, int]]:
 
 
 def question(content: str | Sequence[Message]) -> str:
-    """Text of the question: the prompt, or the last message of a chat that is not an answer."""
+    """Text of the question. For a chat, it is the last message that is not an answer. Otherwise, it is the prompt."""
     if isinstance(content, str):
         return content
     # A final assistant message is the prefix of the answer.

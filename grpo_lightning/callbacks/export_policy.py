@@ -21,8 +21,8 @@ class ExportPolicy(L.Callback):
     Args:
         folder: Output folder. A relative path is a path inside the run's folder. Files of an earlier export are
             replaced.
-        every_n_steps: Number of optimizer steps between two exports during training, each in a subfolder `step-<step>`.
-            Null exports only when training ends.
+        every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
+            subfolder `step-<step>`. Null exports only when training ends.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:

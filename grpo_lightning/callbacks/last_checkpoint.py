@@ -31,7 +31,7 @@ class LastCheckpoint(ModelCheckpoint):
         self.others = others
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """At the end of the last epoch, save the last step, if `is_last_step_due`."""
+        """At the end of the last epoch, save the last step (see `is_last_step_due`)."""
         if is_last_step_due(self, trainer):
             self.save_last_step(trainer, pl_module)
 

@@ -50,10 +50,11 @@ class ProgressBar(LightningProgressBar):
     """Shows the progress of a run in one line: phase, optimizer steps, rate, ETA, reward, and trend of the reward.
 
     The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
-    Metrics logged with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100 steps. An arrow
-    compares the rewards of the latest k rollouts (k is at most 20) with the rewards of the k rollouts before them.
-    Small bars show the rewards of the entire run. During validation, test and prediction, the line shows the number of
-    finished batches, and during sampling the decoding steps (`128/512 tokens`).
+    Metrics logged with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100 steps. The trend is
+    an arrow, for which the rewards of the latest k rollouts (k is at most 20) are compared with the rewards of the k
+    rollouts before them. Small bars show the rewards of the entire run. During validation, test and prediction, the
+    line shows the number of finished batches. During sampling, it also shows the number of decoding steps and the
+    maximum of this number (`128/512 tokens`).
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end.
 

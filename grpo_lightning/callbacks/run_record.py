@@ -118,7 +118,7 @@ def device_of(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """Commit of the current folder's git repository, and whether files differ; {} without a repository."""
+    """Commit of the current folder's git repository, and whether files differ from it; {} without a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

@@ -20,7 +20,7 @@ class RunReport(RunRecord):
 
     Args:
         max_completions: Maximum number of completions with texts in the page. If a run has more, the page contains only
-            every n-th rollout.
+            every n-th rollout, with the smallest n that keeps this limit.
         dirpath: Folder of the run's files and of the report; null is the run's folder.
     """
 

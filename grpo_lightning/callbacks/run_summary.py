@@ -25,7 +25,7 @@ from grpo_lightning.training.metrics import logged_this_step
 from grpo_lightning.training.signals import GracefulStop
 
 ENDS = 20
-"""Maximum number of rollouts at both ends of a run over which rewards are averaged."""
+"""Maximum number of rollouts at each end of a run over which rewards are averaged."""
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -60,7 +60,7 @@ class RunSummary(StepMetrics):
         self.folder: Path | None = None
         self.started = time.monotonic()
         self.started_at = time.time()
-        """The time at which the run started or resumed."""
+        """The time of day at which the run started or resumed."""
         self.first_step = 0
         self.step = -1
         self.latest: dict[str, float] = {}
@@ -186,7 +186,10 @@ def places(trainer: L.Trainer, folder: Path, started_at: float = 0.0) -> Iterato
 
 
 def last_checkpoint(callback: L.Callback) -> Path | None:
-    """Return the best checkpoint of a callback, or its last checkpoint if the callback monitors no metric."""
+    """Return the best checkpoint of a callback, or its last checkpoint if the callback monitors no metric.
+
+    The result is None if there is no such checkpoint, or if it no longer exists.
+    """
     if isinstance(callback, GracefulStop):
         return callback.checkpoint
     path = (callback.best_model_path or callback.last_model_path) if isinstance(callback, ModelCheckpoint) else ""

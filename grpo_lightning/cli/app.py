@@ -53,9 +53,9 @@ PARSING = {"exit_on_error": False, "allow_abbrev": False}
 class Parser(LightningArgumentParser):
     """Parser that merges the settings of several files and flags.
 
-    Settings of objects of the same class are merged key by key. A later list replaces an earlier list, but `key+:` or
-    `--key+` appends to the earlier list. jsonargparse itself would merge two lists of equal length item by item. All
-    access to private parts of jsonargparse is in this class.
+    If the same key is set twice to an object of the same class, the settings of the object are merged key by key. A
+    later list replaces an earlier list, but `key+:` or `--key+` appends to the earlier list. jsonargparse itself would
+    merge two lists of equal length item by item. All access to private parts of jsonargparse is in this class.
     """
 
     expands_policy = False
@@ -91,7 +91,7 @@ class Parser(LightningArgumentParser):
                 action.help = text
 
     def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:  # noqa: FBT001, FBT002
-        """Check one setting of a file. For a list, ignore `cfg` to prevent a merge."""
+        """Check one setting of a file. For a list, ignore the earlier settings `cfg` to prevent a merge."""
         is_replaced = cfg and not append and isinstance(cfg.get(action.dest), list)
         return super()._check_value_key(action, value, key, None if is_replaced else cfg, append)
 
@@ -108,7 +108,7 @@ class Parser(LightningArgumentParser):
         return added
 
     def format_help(self, *args: Any) -> str:
-        """Help of the parser's keys, and recursively of the keys below."""
+        """Help of the parser's keys, and recursively of the keys below them."""
         text = super().format_help(*args)
         described = set()
         for action in self._actions:
@@ -301,7 +301,7 @@ class GRPOCLI(LightningCLI):
                 log.info(notice)
 
     def newest_checkpoint(self, settings: Namespace) -> str | None:
-        """Find the newest complete checkpoint of the run; None if there is none.
+        """Find the newest complete checkpoint of the run; None if there is none and the command is `fit`.
 
         Raises:
             ConfigurationError: If the run has no complete checkpoint and the command is not `fit`.
@@ -381,9 +381,9 @@ class GRPOCLI(LightningCLI):
             log.info(runs.describe_devices(self.trainer))
 
     def without_auto(self) -> Namespace:
-        """The settings for config.yaml, without the checkpoint that `auto` found.
+        """The settings for config.yaml. With `fit --ckpt_path auto`, they lack the checkpoint that was found.
 
-        A `fit` with these settings starts a new run.
+        A `fit` with these settings then starts a new run.
         """
         requested = self.config.clone()
         if self.is_auto and self.subcommand == "fit":
@@ -406,7 +406,7 @@ class GRPOCLI(LightningCLI):
             runs.remove_without_results(self.folder)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the command. Ctrl-C at its end must not hide the error that ended the run."""
+        """Run the command. Ctrl-C while a run ends must not hide the error that ended the run."""
         try:
             self._run_to_end(subcommand)
         except KeyboardInterrupt as error:

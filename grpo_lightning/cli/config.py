@@ -111,7 +111,7 @@ def owner_of_untyped(kind: Callable[..., Any], name: str) -> Callable[..., Any] 
 
 
 def full_name(name: Any) -> Any:
-    """Convert the name of an optimizer or schedule of the package to its import path."""
+    """Convert the name of an optimizer or schedule of the package to its import path. Keep any other value."""
     for home in NAMED.values() if isinstance(name, str) and name.isidentifier() else ():
         kind = getattr(home, name, None)
         if inspect.isclass(kind) and kind.__module__ == home.__name__:
@@ -120,13 +120,13 @@ def full_name(name: Any) -> Any:
 
 
 def full_name_of_environment(name: Any) -> Any:
-    """Convert the name of an environment or tool of the package to its import path."""
+    """Convert the name of an environment or tool of the package to its import path. Keep any other value."""
     is_own = isinstance(name, str) and name in environments.__all__
     return f"{environments.__name__}.{name}" if is_own else name
 
 
 def environment_in_full(value: Any) -> Any:
-    """Expand short names in `model.environment`, also in a list, and in the tools of `Tools`."""
+    """Expand short names in `model.environment`, in its lists, and in the argument `tools` of the class `Tools`."""
     if isinstance(value, list):
         return [environment_in_full(item) for item in value]
     if not isinstance(value, Mapping) or "class_path" not in value:
@@ -283,7 +283,7 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments with their types, except arguments that the caller of a `Callable` passes."""
+    """Arguments of a class or function, with their types, except arguments that the caller of a `Callable` passes."""
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)

@@ -1,6 +1,6 @@
 """Explain in one line why a setting was refused, with its file, key and value, and with the values that are allowed.
 
-This module extracts key and value from the parser's message, and finds the file or flag.
+This module extracts key and value from the parser's message, and finds the file or flag that contains them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message.
 
-    If a key accepts several types, the first problem of a nested key is chosen.
+    In the message, problems are indented below their keys. If a key accepts several types, there is one problem for
+    each type, and the first problem of a nested key is chosen.
     """
     names: list[str] = []
     text: list[str] = []
@@ -333,7 +334,7 @@ def name_of_fragment(key: str, name: str) -> str | None:
 
 
 def refusal(path: str, text: str) -> str | None:
-    """Reason why the parser refuses a class or function that can be imported."""
+    """Reason why the parser (with the message `text`) refuses a class or function that can be imported."""
     module_name, _, name = path.rpartition(".")
     value = getattr(import_module(module_name), name)
     if inspect.isabstract(value):
@@ -458,7 +459,7 @@ def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Sourc
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag `--key.name` if `key` takes one value. The parser accepts these flags."""
+    """Error message for a flag `--key.name` if `key` takes one value of any type. The parser accepts these flags."""
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])

@@ -12,7 +12,8 @@ from grpo_lightning.cli.hub import check_push, push
 def run(args: list[str]) -> None:
     """Export a checkpoint. For errors, see `grpo_lightning.training.checkpoint_export.export`.
 
-    If the run kept its frozen weights quantized, the adapter still belongs to the base model in full precision.
+    Even if the run kept its frozen weights quantized, an exported adapter must be loaded with the base model in full
+    precision.
     """
     options = vars(parser().parse_args(args))
     repo, private = options.pop("push"), options.pop("private")

@@ -319,7 +319,7 @@ def fields(owner: ast.ClassDef) -> Iterator[tuple[str, str | None, str]]:
 
 
 def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, str]]:
-    """Yield (name, default, "") for each argument of a constructor."""
+    """Name and default of each argument of a constructor, and "" instead of a description."""
     given = constructor.args
     positional = given.args[1:]  # without self
     defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]
@@ -331,7 +331,7 @@ def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, s
 def in_yaml(node: ast.expr) -> str:
     """Format a default as in YAML.
 
-    A default with a complex expression becomes "".
+    A complex expression becomes "".
     """
     if isinstance(node, ast.Call):  # field(default_factory=dict)
         made = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "default_factory"]

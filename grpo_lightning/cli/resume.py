@@ -61,8 +61,9 @@ def newest(
 ) -> tuple[Path | None, dict[Path, str]]:
     """Find the newest usable checkpoint.
 
-    Every checkpoint in `folders` belongs to the run. In the folders `elsewhere`, checkpoints of other runs than `runs`
-    (`runs/<run name>`) are skipped. With `to_train`, checkpoints from which a run cannot resume are skipped.
+    Every checkpoint in `folders` belongs to the run. In the folders `elsewhere`, checkpoints of other runs are skipped.
+    `runs` is the folder `runs/<run name>` of the run. With `to_train`, checkpoints from which a run cannot resume are
+    skipped.
 
     Returns:
         The path of the checkpoint, and why newer checkpoints are skipped.
@@ -127,7 +128,7 @@ def is_requeued() -> bool:
 
 
 def folders_elsewhere(trainer: Namespace, runs: Path) -> list[Path]:
-    """Folders in which a recipe saves checkpoints, other than the usual folder.
+    """Folders in which a recipe saves checkpoints, other than `runs/<run name>/version_<N>/checkpoints`.
 
     These are the `dirpath` of each ModelCheckpoint, and the folder `save_dir/name/version/checkpoints` that Lightning
     derives from the first logger.

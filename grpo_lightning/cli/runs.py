@@ -113,7 +113,7 @@ def keep_old_config(folder: Path, text: str) -> None:
 
 
 def remove_without_results(folder: Path) -> None:
-    """Remove a run's folder if it holds only settings and empty logs."""
+    """Remove a run's folder if it holds only settings and empty logs, and then the parent folder if that is empty."""
 
     def is_empty(path: Path) -> bool:
         if path.name.startswith("events.out.tfevents."):
@@ -154,10 +154,10 @@ def default_loggers() -> list[dict[str, Any]]:
 def place(trainer: Namespace, folder: Path) -> None:
     """Make the Trainer and its loggers write into the run's folder.
 
-    If no logger writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in the folder of the first
-    logger, and callbacks write their files there. So a logger that writes into the run's folder is moved to the front.
-    A W&B logger must not be the first, because Lightning would use the id of the W&B run as the name of the
-    checkpoints' folder.
+    If loggers are set but none of them writes metrics.csv, a `MetricsLogger` is added. Lightning saves checkpoints in
+    the folder of the first logger, and callbacks write their files there. So a logger that writes into the run's folder
+    is moved to the front. A W&B logger must not be the first, because Lightning would use the id of the W&B run as the
+    name of the checkpoints' folder.
     """
     trainer.default_root_dir = str(folder)
     loggers = trainer.get("logger")

@@ -92,8 +92,9 @@ class BatchPlan:
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
         """Shapes of a rank's micro-batches, most expensive first.
 
-        The rank is one with the most completions in an optimizer step. Every prompt has L = `prompt_length` tokens, and
-        every completion T = `completion_length` tokens. Micro-batches without completions are left out.
+        The worst case is assumed. No other rank has more completions in one optimizer step, every prompt has
+        `prompt_length` tokens, and every completion has `completion_length` tokens. Micro-batches without completions
+        are left out.
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
         plans, counts = [], self.prompts_per_team
@@ -200,8 +201,8 @@ def translate(script: Namespace) -> tuple[BatchPlan, list[str]]:
     - W: ranks
     - G: completions per prompt
     - A: micro-steps per update (1 in ms-swift before 3.4 if vLLM sleeps)
-    - S: micro-steps per generation. If S is below A, A replaces S, because in this package, the completions of an
-      update form one rollout.
+    - S: number of micro-steps for which the script samples the completions together. If S is below A, A replaces S,
+      because in this package, the completions of an update form one rollout.
     - P: prompts of a rollout
     - T: number of teams. A team is a set of ranks that share a group.
 

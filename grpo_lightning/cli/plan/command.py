@@ -491,8 +491,8 @@ def longest_prompt(
 ) -> PromptLength:
     """Find the number of tokens of the longest training prompt.
 
-    It is the first that is known of `given`, the number measured on the prompts, `max_prompt_length` and an assumed
-    number.
+    The result is the first known one of these numbers: `given`, the number measured on the prompts,
+    `max_prompt_length`, an assumed number.
     """
     if given is not None:
         return PromptLength(given, "set by --prompt_tokens")
@@ -619,7 +619,8 @@ def memory_settings(planned: PlannedRun, model: Any, sizes: ModelSizes) -> tuple
             planned.prompt_tokens,
             completion_tokens,
             path,
-            # All completions have the maximum length, so the cost of a pass does not matter.
+            # All completions have the maximum length, so the cost of a pass, which depends on the device, does not
+            # matter.
             chunk_size=loader.choose_chunks(model.config, "cpu", is_sharded=False),
             head_chunk_size=loader.head_chunk_size,
         ),

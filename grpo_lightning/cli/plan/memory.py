@@ -104,7 +104,7 @@ class Precision:
 def precision_of(precision: str | int | None, dtype: str) -> Precision:
     """Return the bytes per stored weight, and per element of multiplied matrices.
 
-    `trainer.precision` "bf16-true", "16-true" and "64-true" replace `policy.dtype`. All others keep it.
+    The values "bf16-true", "16-true" and "64-true" of `trainer.precision` replace `policy.dtype`. All others keep it.
 
     Raises:
         ValueError: If the precision or the dtype is unknown.
@@ -502,8 +502,8 @@ def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Temporary memory of adapters of experts, and of DoRA.
 
-    peft computes the adapted experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A.
-    The memory in bytes:
+    peft computes the adapted experts of a layer as one sum W + s B A. DoRA computes the norms of the rows of W + s B A,
+    and scales the outputs of W and of B A separately. The memory in bytes:
 
                            in the update                        while sampling
         sums of experts    E b F + E b / L                      E b / L

@@ -105,7 +105,8 @@ class ModelSizes:
 def sizes_of(model: Any, settings: PolicySettings) -> ModelSizes:
     """Compute the sizes of a transformers model under the policy's settings.
 
-    Freezes parameters of `model` in place, and inserts the initial adapter (`lora.adapter`).
+    The function changes `model` in place. It freezes the parameters that the run freezes, and inserts the initial
+    adapter (`lora.adapter`) if there is one.
 
     Raises:
         FileNotFoundError: If the initial adapter does not exist.
@@ -184,7 +185,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Matrices except embeddings that are not tied to the head."""
+    """Weights used in matrix products, that is, all matrices except embeddings that are not tied to the head."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
@@ -200,7 +201,10 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
 
 
 def intermediate_size(config: Any) -> int:
-    """Width of the feed-forward block."""
+    """Width of the feed-forward block.
+
+    With experts, it is the sum over the experts that process one token.
+    """
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:

@@ -251,7 +251,7 @@ def cpu_lines(parts: list[Part]) -> list[str]:
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Convert `device_gib`, or the memory of this machine's GPU, to bytes."""
+    """Bytes of `device_gib`, or of this machine's GPU if `device_gib` is None; None without a GPU."""
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
