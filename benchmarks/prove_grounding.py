@@ -27,7 +27,7 @@ from PIL import Image
 from grpo_lightning.cli import main as run_cli
 from grpo_lightning.demo.build import FINGERPRINT
 from grpo_lightning.demo.grounding import GroundingQuickstart
-from grpo_lightning.demo.scenes import SceneTask
+from grpo_lightning.demo.grounding_scenes import SceneTask
 from grpo_lightning.functional.boxes import iou
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart_grounding.yaml"

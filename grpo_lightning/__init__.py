@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.loading import PolicyLoader
     from grpo_lightning.rollout.local_engine import LocalEngine
     from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
-    from grpo_lightning.training.evaluation import Validation
     from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+    from grpo_lightning.training.validation import Validation
 
     __version__: str
 
@@ -57,7 +57,7 @@ _HOMES = {
     "PromptTemplate": "data.templates",
     "SamplingParams": "core.types",
     "VLLMEngine": "rollout.vllm.vllm_engine",
-    "Validation": "training.evaluation",
+    "Validation": "training.validation",
 }
 
 

@@ -16,7 +16,7 @@ from grpo_lightning.functional.boxes import iou
 from grpo_lightning.rewards.boxes.frame import BoxFrame, GivenCoordinates, GoldCoordinates, frame_of
 from grpo_lightning.rewards.boxes.parsing import gold_box, last_box
 from grpo_lightning.rewards.boxes.rewards import IoU
-from grpo_lightning.training.evaluation import Evaluation
+from grpo_lightning.training.validation import Evaluation
 
 __all__ = ["MeanIoU", "RECAccuracy"]
 

@@ -79,13 +79,6 @@ from grpo_lightning.schedules import Schedule, SchedulerFactory
 from grpo_lightning.training import checkpoint_saving, checks, data_checks
 from grpo_lightning.training.actor import Actor, OldLogprobs, lacks_ref_logprobs, seeded_dropout
 from grpo_lightning.training.completion_records import records
-from grpo_lightning.training.evaluation import (
-    Evaluation,
-    EvaluationTable,
-    Validation,
-    evaluation_tables,
-    numbers_of,
-)
 from grpo_lightning.training.lightning_internals import (
     RunLength,
     clipping_unscaled,
@@ -130,6 +123,13 @@ from grpo_lightning.training.run_state import RunState
 from grpo_lightning.training.signals import RequeueAtStepEnd
 from grpo_lightning.training.strategies import sharding_of
 from grpo_lightning.training.token_selection import select_tokens
+from grpo_lightning.training.validation import (
+    Evaluation,
+    EvaluationTable,
+    Validation,
+    evaluation_tables,
+    numbers_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self

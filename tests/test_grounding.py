@@ -14,7 +14,7 @@ from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.functional.boxes import iou
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import IoU, Scores
-from grpo_lightning.training.evaluation import Evaluation, EvaluationTable, Validation, means
+from grpo_lightning.training.validation import Evaluation, EvaluationTable, Validation, means
 from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.helpers.module_runs import fit, make_module, make_trainer
 

@@ -106,8 +106,8 @@ TOPICS = [
         "Validation",
         "How completions are evaluated.",
         (
-            "training.evaluation.Validation",
-            "training.evaluation.Evaluation",
+            "training.validation.Validation",
+            "training.validation.Evaluation",
             "grounding.RECAccuracy",
             "grounding.MeanIoU",
             "grounding.BoxMetric",

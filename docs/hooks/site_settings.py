@@ -41,8 +41,8 @@ from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
-from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.strategies import FSDP2Strategy, GRPODeepSpeedStrategy
+from grpo_lightning.training.validation import Validation
 
 EXAMPLES = Path(__file__).with_name("examples.yaml")
 FOLDER = "reference/settings"

@@ -23,8 +23,8 @@ from grpo_lightning.data.batch import as_prompt_batch
 from grpo_lightning.data.shuffling import known_prompts
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rewards.base import prompt_text
-from grpo_lightning.training.evaluation import Evaluation, evaluation_tables
 from grpo_lightning.training.lightning_internals import keep_order
+from grpo_lightning.training.validation import Evaluation, evaluation_tables
 
 WIDE = 100
 """Minimum width of a terminal, in columns, for a value and its interval on one line."""

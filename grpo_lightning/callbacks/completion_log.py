@@ -21,7 +21,7 @@ from grpo_lightning.core.types import Group, MicroBatch, Prompt
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.groups import Rollout
 from grpo_lightning.training.completion_records import records
-from grpo_lightning.training.evaluation import Evaluation
+from grpo_lightning.training.validation import Evaluation
 
 log = logging.getLogger(__name__)
 

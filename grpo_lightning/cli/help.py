@@ -89,7 +89,7 @@ POLICY = "grpo_lightning.policy.settings.PolicySettings"
 SAMPLING = "grpo_lightning.core.types.SamplingParams"
 ENGINE = "grpo_lightning.rollout.local_engine.LocalEngine"
 CONVERSATION = "grpo_lightning.rollout.conversations.ConversationSettings"
-VALIDATION = "grpo_lightning.training.evaluation.Validation"
+VALIDATION = "grpo_lightning.training.validation.Validation"
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 LIGHTNINGS = "Settings of Lightning's Trainer."
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from grpo_lightning.demo.build import EOS, PrepareDemo, Recipe, Teacher, character_tokenizer, progress
-from grpo_lightning.demo.scenes import ANY_COLOR, ANY_SHAPE, COLORS, SHAPES, Scene, SceneTask, namings, vary
+from grpo_lightning.demo.grounding_scenes import ANY_COLOR, ANY_SHAPE, COLORS, SHAPES, Scene, SceneTask, namings, vary
 from grpo_lightning.policy.saving import write_policy
 
 if TYPE_CHECKING:

@@ -39,10 +39,10 @@ from grpo_lightning.training.checkpoint_files import (
     unmark_complete,
     why_incomplete,
 )
-from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.lightning_internals import configured_optimizers, remember_saved_step, restore_position
 from grpo_lightning.training.run_state import RunState, root_folder
 from grpo_lightning.training.strategies import can_read
+from grpo_lightning.training.validation import Validation
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from grpo_lightning.policy.sharding import Sharding
     from grpo_lightning.rollout.conversations import Conversations
     from grpo_lightning.rollout.engine import RolloutEngine
-    from grpo_lightning.training.evaluation import Validation
+    from grpo_lightning.training.validation import Validation
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_lightning.core.images import ImageRef
 from grpo_lightning.core.types import Turn
-from grpo_lightning.training.evaluation import Evaluation
+from grpo_lightning.training.validation import Evaluation
 
 
 def records(evaluation: Evaluation) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from grpo_lightning.demo.grounding import (
     build_processor,
     build_tokenizer,
 )
-from grpo_lightning.demo.scenes import COLORS, SceneTask
+from grpo_lightning.demo.grounding_scenes import COLORS, SceneTask
 from tests.arguments.registry import case
 from tests.marks import SLOW
 

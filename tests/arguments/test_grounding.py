@@ -12,7 +12,7 @@ from grpo_lightning.core.types import Completion, Group, ImageView, Prompt
 from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
 from grpo_lightning.rewards import Scores
-from grpo_lightning.training.evaluation import Evaluation, Validation, means
+from grpo_lightning.training.validation import Evaluation, Validation, means
 from tests.arguments.registry import case, case_of_each
 from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module
 from tests.helpers.module_runs import make_trainer

@@ -18,7 +18,7 @@ from grpo_lightning.rewards import WeightedReward
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.schedules import Linear
 from grpo_lightning.training import offload
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.arguments.registry import case
 from tests.helpers.background_engine import BackgroundEngine
 from tests.helpers.module_runs import (

@@ -20,7 +20,7 @@ from grpo_lightning.policy.encoder import Encoder, tokenize
 from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ByMethod, ExactMatch, RewardSet
 from grpo_lightning.training.completion_records import records
-from grpo_lightning.training.evaluation import Evaluation
+from grpo_lightning.training.validation import Evaluation
 from tests.arguments.registry import case
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_vlms import build, picture

@@ -15,7 +15,7 @@ from PIL import Image
 from benchmarks import versus_trl
 from grpo_lightning.demo import grounding
 from grpo_lightning.demo.grounding import GroundingModel, GroundingRecipe, GroundingWarmUp
-from grpo_lightning.demo.scenes import SceneTask
+from grpo_lightning.demo.grounding_scenes import SceneTask
 from tests.marks import SLOW
 
 TINY = GroundingRecipe(

@@ -12,7 +12,7 @@ from grpo_lightning.core.types import Completion, Group, Prompt
 from grpo_lightning.data.datamodule import PromptDataModule
 from grpo_lightning.data.mixture import DatasetEntry
 from grpo_lightning.data.prompt_source import PromptSource
-from grpo_lightning.training.evaluation import Evaluation, Validation
+from grpo_lightning.training.validation import Evaluation, Validation
 from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 from tests.helpers.module_runs import ScriptedEngine, make_module, make_source, make_trainer
 from tests.helpers.tiny_models import EOS, tiny_tokenizer

@@ -9,7 +9,7 @@ from grpo_lightning.callbacks.write_predictions import by_prompt
 from grpo_lightning.core.types import Prompt
 from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.helpers.grounding_runs import Answers, grounding_module
 from tests.helpers.module_runs import make_module, make_trainer
 from tests.helpers.tiny_vlms import picture

@@ -32,7 +32,7 @@ from grpo_lightning.demo.grounding import (
     warm_up,
     word_embeddings,
 )
-from grpo_lightning.demo.scenes import COLORS, SceneTask, Thing, namings
+from grpo_lightning.demo.grounding_scenes import COLORS, SceneTask, Thing, namings
 from tests.marks import SLOW
 
 TINY = GroundingRecipe(

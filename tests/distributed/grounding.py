@@ -12,7 +12,7 @@ from grpo_lightning.callbacks import DrawBoxes, draw_boxes
 from grpo_lightning.core import ranks
 from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.grounding import MeanIoU, RECAccuracy
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module, text_prompt
 
 # Of two ranks the second has two boxes and the first one, and the question without an image.

@@ -22,7 +22,7 @@ from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.rewards import WeightedReward
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.helpers.module_runs import SMALL
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
 

@@ -22,7 +22,7 @@ from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.objective import Objective
 from grpo_lightning.optimizers import AdamW
 from grpo_lightning.policy.loading import PolicyLoader
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.distributed.runs import STRATEGIES, ranks_of
 from tests.distributed.steps import LORA
 from tests.helpers.light_rewards import vowel_share

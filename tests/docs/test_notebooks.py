@@ -24,7 +24,7 @@ RECIPE = DemoRecipe(
 """
 GROUNDING = """
 from grpo_lightning.demo.grounding import GroundingModel, GroundingRecipe, GroundingWarmUp
-from grpo_lightning.demo.scenes import SceneTask
+from grpo_lightning.demo.grounding_scenes import SceneTask
 
 MAX_STEPS = 2
 RECIPE = GroundingRecipe(

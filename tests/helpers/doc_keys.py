@@ -23,7 +23,7 @@ from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 
 SCHEDULES = [
     kind for kind in vars(schedules).values() if inspect.isclass(kind) and issubclass(kind, schedules.Schedule)

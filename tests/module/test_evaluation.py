@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.module import GRPOLightningModule
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.helpers.module_runs import ScriptedEngine, make_module, make_trainer
 from tests.helpers.tiny_models import EOS
 

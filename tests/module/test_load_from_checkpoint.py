@@ -17,7 +17,7 @@ from grpo_lightning.rewards import RewardWorkers
 from grpo_lightning.rollout.conversations import ConversationSettings
 from grpo_lightning.rollout.dynamic_sampling import DynamicSampling
 from grpo_lightning.training.checkpoint_saving import KEPT_ARGUMENTS, SETTINGS
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.environments.games import ByPromptLength
 from tests.helpers.module_runs import SMALL, are_equal, fit, make_module, make_trainer, vowel_share, weights_of
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -24,8 +24,8 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.training.checks import check_trainer
-from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.strategies import GRPODeepSpeedStrategy
+from grpo_lightning.training.validation import Validation
 from tests.helpers import tiny_vlms
 from tests.helpers.module_runs import (
     PROMPTS,

@@ -15,8 +15,8 @@ from grpo_lightning.policy.loading import PolicyLoader
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.transformers_internals import left_pad, num_positions
 from grpo_lightning.rollout.local_engine import LocalEngine
-from grpo_lightning.training.evaluation import Validation
 from grpo_lightning.training.micro_batches import plan_micro_batches
+from grpo_lightning.training.validation import Validation
 from tests.helpers.module_runs import History, fit, make_module, make_source, make_trainer
 from tests.helpers.tiny_models import BASE, PAD, tiny_model, tiny_tokenizer
 from tests.marks import SLOW

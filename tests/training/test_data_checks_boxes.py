@@ -10,7 +10,7 @@ from grpo_lightning.callbacks import DrawBoxes
 from grpo_lightning.data.prompt_source import PromptSource
 from grpo_lightning.grounding import RECAccuracy
 from grpo_lightning.rewards import ByMethod, ExactMatch, IoU
-from grpo_lightning.training.evaluation import Validation
+from grpo_lightning.training.validation import Validation
 from tests.helpers.grounding_runs import Answers, box_prompt, grounding_module
 from tests.helpers.module_runs import make_trainer
 

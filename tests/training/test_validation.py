@@ -8,7 +8,7 @@ import torch
 from grpo_lightning.core.types import Completion, Group, Prompt, SamplingParams
 from grpo_lightning.rewards import ExactMatch, RewardSet, Scores
 from grpo_lightning.training.completion_records import records
-from grpo_lightning.training.evaluation import (
+from grpo_lightning.training.validation import (
     Evaluation,
     EvaluationTable,
     Validation,

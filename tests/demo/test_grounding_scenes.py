@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from grpo_lightning.demo.scenes import COLORS, NAMELESS_SHAPES, SHAPES, Scene, SceneTask, Thing, namings, vary
+from grpo_lightning.demo.grounding_scenes import COLORS, NAMELESS_SHAPES, SHAPES, Scene, SceneTask, Thing, namings, vary
 
 TASK = SceneTask(num_train=6, num_heldout=4)
 RED_CIRCLE = Thing("red", "circle", (1, 2, 4, 6))
