@@ -187,9 +187,9 @@ def check_there(path: str | None, *, to_train: bool = False) -> None:
 
 
 def settings(path: Path) -> tuple[dict[str, Any], bool]:
-    """Sections "model" and "data" of the settings of a checkpoint's run, and whether they are complete.
+    """Sections "model" and "data" of the settings of a checkpoint's run, and True if the settings are complete.
 
-    Without the run's `config.yaml`, only the hyperparameters in the checkpoint are returned.
+    Without the run's `config.yaml`, the settings are only the hyperparameters in the checkpoint.
     """
     config = path.parent.parent / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""

@@ -24,7 +24,7 @@ QUESTION = re.compile(r"\{question\}|\{Question\}")
 
 @dataclass(frozen=True)
 class Original:
-    """A prompt of another RL library. A shipped prompt has the same instructions in other words."""
+    """A prompt of another RL library, and the name of the shipped prompt with the same instructions."""
 
     ours: str
     """Name of the shipped equivalent."""

@@ -305,7 +305,7 @@ class SentCall(NamedTuple):
 class WorkerPool:
     """Pool of worker processes that run rewards, under one supervisor process.
 
-    The supervisor starts on first use, and again if it was killed or closed. It ends with this object or this process.
+    The first call starts the supervisor. A later call starts it again if it was killed or closed. It ends with this object or this process.
 
     Args:
         rewards: All rewards of the run.

@@ -2,8 +2,8 @@
 
 A group without a gradient is idle (`functional.groups_without_gradient`). So is a group in which the reward named by
 `DynamicSampling.reward` applies but does not vary. Idle groups are replaced in up to `max_resample_times` rounds. A
-round samples the group of one new prompt for each idle group. A new group that is idle too is discarded. After the last
-round, the remaining idle groups stay in the rollout.
+round takes one new prompt for each idle group, and samples a group for it. A new group that is idle too is discarded.
+After the last round, the remaining idle groups stay in the rollout.
 """
 
 from __future__ import annotations

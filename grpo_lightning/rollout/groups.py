@@ -281,7 +281,7 @@ class SharedGroups:
             The N complete groups on the first member; an empty list on the other members.
 
         Raises:
-            ValueError: On every member, if the members have different prompts, or environments cannot be sent.
+            ValueError: On every member, if the members have different prompts or if environments cannot be sent.
         """
         if not self.teams.is_shared:
             return parts
