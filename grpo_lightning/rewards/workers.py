@@ -305,7 +305,8 @@ class SentCall(NamedTuple):
 class WorkerPool:
     """Pool of worker processes that run rewards, under one supervisor process.
 
-    The first call starts the supervisor. A later call starts it again if it was killed or closed. It ends with this object or this process.
+    The first call starts the supervisor, and a later call starts it again if it was killed or closed. The supervisor
+    ends with this object or this process.
 
     Args:
         rewards: All rewards of the run.
