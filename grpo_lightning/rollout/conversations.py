@@ -284,8 +284,7 @@ class Conversations:
             The N prompts, each with the first observation of its environment, and the N environments.
 
         Raises:
-            RuntimeError: If a call of `reset` fails, for every value of `on_error`, because all conversations of the
-                prompt begin with the same environment.
+            RuntimeError: If a call of `reset` fails. `on_error` applies only to later calls of the environment.
         """
         prompts = [self.describe_tools(prompt) for prompt in prompts]
         results = self.runner.reset(prompts, [derived_seed(seed, "reset") for seed in seeds])
@@ -495,7 +494,10 @@ class Game:
         progress: Progress | None,
         vision: VisionInputs | None,
     ) -> None:
-        """Sample a turn of each open conversation, and let the environments answer. `rows` are their indices."""
+        """Sample a turn of each open conversation, and let the environments answer.
+
+        `rows` are the indices of the open conversations.
+        """
         takes = inspect.signature(engine.generate).parameters
         chosen = [self.conversations[row] for row in rows]
         limits = [self.turn_limit(each) for each in chosen]

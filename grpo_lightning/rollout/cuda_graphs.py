@@ -1,4 +1,4 @@
-"""CUDA graphs of decoding steps, which need one launch per token instead of several hundred.
+"""Run decoding steps from CUDA graphs, so that a step needs one launch instead of several hundred launches.
 
 A graph works only on the tensors that it was captured with. Therefore a new graph must be captured if a completion
 joins or leaves the batch, or if the tensors for keys and values change their sizes (`SharedPrompts.layout`).

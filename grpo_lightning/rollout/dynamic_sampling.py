@@ -169,7 +169,12 @@ def wrong_loader(*, is_on: bool) -> str:
 
 
 def check(settings: DynamicSampling | None, reward_names: list[str], *, is_kl_in_reward: bool) -> None:
-    """Check the settings. Raises: ValueError if `reward` is unknown, or the KL makes all rewards of a group differ."""
+    """Check the settings.
+
+    Raises:
+        ValueError: If `settings.reward` is unknown, or if it is None and `is_kl_in_reward` is true. With the KL in the
+            reward, the combined rewards vary in every group.
+    """
     if settings is not None and settings.reward is None and is_kl_in_reward:
         raise ValueError(
             "model.objective.kl_in is 'reward', so rewards differ in every group, and model.dynamic_sampling would "

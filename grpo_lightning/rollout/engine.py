@@ -116,13 +116,17 @@ class RolloutEngine(ABC):
         return None
 
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Context for all turns of a rollout's conversations, in which other threads wait in `sync_weights`."""
+        """Context for all turns of a rollout's conversations.
+
+        If the engine samples in the background, calls of `sync_weights` in other threads must wait until the context
+        ends.
+        """
         return contextlib.nullcontext()
 
     def check_run(
         self, policy: PolicySettings, sampling: Sequence[SamplingParams], sharding: Sharding, world_size: int
     ) -> None:
-        """Check that the engine can sample in this run, before the policy's weights are loaded.
+        """Before the policy's weights are loaded, check that the engine can sample in this run.
 
         Args:
             policy: Settings of the policy.

@@ -275,7 +275,7 @@ class SharedGroups:
         ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Join the members' parts of N groups on the first member of the team. Collective over the team.
+        """Gather the members' parts of N groups on the first member of the team. Collective over the team.
 
         Returns:
             The N complete groups on the first member; an empty list on the other members.

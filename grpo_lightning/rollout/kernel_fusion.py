@@ -1,8 +1,12 @@
 """On CUDA, `torch.compile` fuses the small operations of a decoding step into a few kernels (kernel fusion).
 
-The operations run one by one in short rollouts (`LEAST_LENGTH`), after a compilation has failed, and after compiled
-kernels have computed other numbers than the unfused operations. Layers are fused only in rollouts whose steps run from
-CUDA graphs (`cuda_graphs.py`). Start with `Fused`.
+Operations run one by one in three cases:
+
+- The rollout is short (`LEAST_LENGTH`).
+- The compilation of these operations has failed.
+- The compiled kernels have computed other numbers than the unfused operations.
+
+Layers are fused only in rollouts with steps that run from CUDA graphs (`cuda_graphs.py`). Start with `Fused`.
 """
 
 from __future__ import annotations

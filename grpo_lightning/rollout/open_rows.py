@@ -205,7 +205,7 @@ class SampledRows:
         self.unseen.append((new_tokens.ids, at_stop_string))
 
     def ended_rows(self) -> Tensor:
-        """[open rows] bool, True if a token that the row got since the last call ends the completion."""
+        """[open rows] bool: True if a stop token or stop string has ended the completion since the last call."""
         ids, at_stop_string = zip(*self.unseen, strict=True)
         self.unseen = []
         ends = torch.isin(torch.stack(ids, 1), self.stop_ids)

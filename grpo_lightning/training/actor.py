@@ -107,7 +107,8 @@ class Actor:
     def cost(self, rows: Sequence[CompletionRow]) -> float:
         """Cost of a micro-batch of these completions, in tokens.
 
-        Completions that contain images are scored on the dense path, so their prompt counts once for each of them.
+        Completions that contain images are scored on the dense path. The dense path computes the prompt again for each
+        completion.
         """
         total = 0.0
         for scorer, shows in ((self.scorer, False), (replace(self.scorer, path="dense"), True)):
@@ -116,7 +117,7 @@ class Actor:
         return total
 
     def token_logprobs(self, batch: MicroBatch, *, trains_entropy: bool = False) -> TokenLogprobs:
-        """Compute a micro-batch's log-probs [B, T] with gradients, entropies [B, T], and the routing of its tokens."""
+        """Compute the policy's log-probs, entropies and routing for the tokens of a micro-batch (`TokenLogprobs`)."""
         return self.scorer(
             self.policy, batch, temperature=self.temperature, trains_entropy=trains_entropy, routers=self.routers
         )

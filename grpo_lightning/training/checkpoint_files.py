@@ -258,9 +258,10 @@ REFERENCE = "reference"
 class RankFiles:
     """Files of each rank next to a checkpoint, for example `step=12.ckpt.ranks/<moment>-<rank>.pt` for `step=12.ckpt`.
 
-    Lightning's strategies save Python objects of one rank only, but a pending rollout differs between ranks. `<moment>`
-    consists of step, rollout and position, and of the numbers of ranks (w), ranks per group (r) and micro-batches per
-    step (a). The checkpoint also contains `<moment>`, so files of another save under the same name are never used.
+    Lightning's strategies save Python objects of only one rank, but a pending rollout differs between ranks. `<moment>`
+    consists of the step, the rollout, the position, the number of ranks (w), the number of ranks per group (r), and the
+    number of micro-batches per step (a). The checkpoint also contains `<moment>`. Files with another `<moment>` belong
+    to another checkpoint with the same name, and are never used.
 
     Args:
         checkpoint: Path of the checkpoint. If it is a link, the files are next to its target.
@@ -326,10 +327,7 @@ class RankFiles:
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove the files with names that do not begin with `moment`, which earlier saves have left.
-
-        If `moment` is None, remove all files.
-        """
+        """Remove the files with names that do not begin with `moment`. If `moment` is None, remove all files."""
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)

@@ -109,7 +109,7 @@ class StepEnds(L.Callback):
         trainer.strategy.remove_checkpoint = remove_all  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Mark the step from which a run resumes as saved, so that no callback saves it again."""
+        """If the run resumes, mark the step of its checkpoint as saved, so that no callback saves this step again."""
         for callback in trainer.checkpoint_callbacks if trainer.global_step else ():
             if isinstance(callback, ModelCheckpoint):
                 remember_saved_step(callback, trainer.global_step)

@@ -33,7 +33,10 @@ def largest_rank(rank: int) -> int:
 
 
 class AdapterFolders:
-    """Writes each version of an adapter into a new folder in `parent`, or in a temporary folder if that is None."""
+    """Writes each version of an adapter into a new folder in `parent`.
+
+    If `parent` is None, the new folders are in a temporary folder.
+    """
 
     def __init__(self, parent: Path | None) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="grpo-adapters-") if parent is None else None

@@ -95,7 +95,7 @@ def data_url(image: Image) -> str:
 
 
 def probe_prompt() -> Prompt:
-    """Make a prompt with an image that has different rows, different columns and different color channels."""
+    """Make a prompt with an image in which no two rows, no two columns and no two color channels are equal."""
     import PIL.Image
 
     waves = PIL.Image.radial_gradient("L")

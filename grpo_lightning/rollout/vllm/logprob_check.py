@@ -1,7 +1,10 @@
 """Check that vLLM's log-probs of a small rollout equal those that training computes with the policy.
 
-The check finds servers that report log-probs without the temperature, and weights or kernels that differ from those of
-training.
+The check finds three errors:
+
+- A server reports log-probs without the temperature.
+- vLLM has other weights than the policy.
+- vLLM's kernels compute other log-probs than training, by more than rounding.
 """
 
 from __future__ import annotations

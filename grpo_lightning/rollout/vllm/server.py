@@ -327,10 +327,13 @@ class Served:
     def end_update(self) -> None:
         """End an update that did not finish, so that a new one can start.
 
-        vLLM refuses a new update while the old one is active. If the old update failed while weights were received, it
-        is no longer active, but its incomplete layers still wait for the rest of their weights. In a new update, these
-        layers would get weights of both updates. This method requests the start of an empty update, and then the end of
-        the active update. Until new weights are sent, the incomplete layers have arbitrary values.
+        vLLM refuses a new update while the old update is active. If the old update failed while weights were received,
+        the old update is no longer active, but its incomplete layers still wait for the rest of their weights. In a new
+        update, these layers would get weights of both updates.
+
+        This method first requests the start of an empty update. If the old update is still active, vLLM refuses this
+        request, and the method then ends the old update. Otherwise, the method then ends the empty update. Until new
+        weights are sent, the incomplete layers have arbitrary values.
         """
         for route in ("/start_weight_update", "/finish_weight_update", "/finish_weight_update"):
             # The possible errors, in turn: an update is already active; weights are missing; the update has ended.

@@ -70,10 +70,13 @@ class Pending:
     homes: dict[int, Served] = field(default_factory=dict)
 
     def take(self, servers: Sequence[Served], now: float) -> Iterator[tuple[Job, Served]]:
-        """Iterate over the requests that can be sent now, with their servers, and count them as sent.
+        """Choose a server for each request that can be sent now, and count the request as sent.
 
-        All requests of a prompt go to one server, so that its prefix cache computes the prompt once. A new prompt goes
-        to the first server with the fewest requests.
+        All requests of a prompt go to one server, so that the server's prefix cache computes the prompt once. A new
+        prompt goes to the first server with the fewest requests.
+
+        Yields:
+            A request and its server.
         """
         kept = []
         for position, job in enumerate(self.waiting):

@@ -26,7 +26,7 @@ class BroadcastGroup(Protocol):
     """A process group of the trainer (rank 0) and the server's workers."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor of rank 0 to the other ranks, which receive it into their own `tensor`."""
+        """Copy the `tensor` of rank 0 into the `tensor` of every other rank."""
 
     def close(self) -> None:
         """Close the connections and free the port, even if a traceback still refers to the group."""

@@ -82,7 +82,10 @@ class Backend(Protocol):
         """Take over the result of rank 0's `update` or `load_adapter`."""
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each when it ends; fewer if vLLM loses weights."""
+        """Sample one completion per request, and yield each completion when it ends.
+
+        If vLLM loses the weights, the iteration ends early, and completions are missing.
+        """
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens as vLLM does for stop strings."""
@@ -528,7 +531,7 @@ class VLLMEngine(RolloutEngine):
         """Send the policy's weights to vLLM, if they have changed since the last call.
 
         Collective: every rank must call it. In mode "server", rank 0 sends the weights to all servers, and the other
-        ranks wait. If another thread of this process is sampling, the call waits for its end.
+        ranks wait. If another thread of this process is sampling, the call first waits until the sampling has ended.
 
         Raises:
             RuntimeError: If another rank fails. If this rank fails, the original error is raised.
@@ -829,10 +832,12 @@ class VLLMEngine(RolloutEngine):
             )
 
     def check_decoding(self) -> None:
-        """Check that vLLM decodes tokens like the policy's tokenizer, because it would otherwise miss stop strings.
+        """Check that vLLM and the policy's tokenizer decode tokens to the same text.
+
+        Otherwise, vLLM would miss stop strings.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If the texts differ.
         """
         assert self.backend is not None
         if self.decodes_alike is None:

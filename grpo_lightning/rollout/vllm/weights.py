@@ -67,7 +67,7 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
 def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
     """Iterate over the policy's full weights in the form that vLLM loads, one group of modules at a time.
 
-    If `gathered` is None, the policy must be unsharded, and the weights are gathered for the kind "merged".
+    If `gathered` is None, this function itself gathers weights of the kind "merged". The policy must then be unsharded.
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
