@@ -77,6 +77,7 @@ _GLM_CALL = re.compile(
 )
 """Matches a call of GLM between markers. The capture groups of a match are the name and all arguments."""
 
+_GLM_START = re.compile(r"[\w.-]+\s*<arg_key>")
 _GLM_ARGUMENT = re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _JSON_START = re.compile(r'[{]\s*"|\[\s*[{]')
 _QUOTED_OR_BRACKET = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\](){}]""", re.DOTALL)
@@ -312,7 +313,7 @@ def _format_hint(block: str, style: ToolFormat) -> str:
     """A hint on the format of calls, for a block that is not a call."""
     if style == "auto":
         beginnings: Mapping[str, ToolFormat] = {"<": "xml", "{": "json", "[": "python"}
-        style = beginnings.get(block.strip()[:1], "auto")
+        style = "glm" if _GLM_START.match(block.strip()) else beginnings.get(block.strip()[:1], "auto")
     return _EXPECTED[style]
 
 
@@ -359,9 +360,11 @@ def _calls_in(
 ) -> Iterator[tuple[ToolCall, bool]]:
     """Yield each call in a text, and whether the text has nothing but calls."""
     text = text.strip()
-    if is_marked and style in ("auto", "glm") and (call := _glm_call(text, names)):
-        yield call, True
-        return
+    if is_marked and style in ("auto", "glm"):
+        if call := _glm_call(text, names, style):
+            yield call, True
+        if call or _GLM_START.match(text):  # an argument of a call that cannot be read may be a call in another format
+            return
     if style in ("auto", "python"):  # Python first, because its arguments may be texts in JSON
         whole = list(_python_calls(text))
         found = whole or list(_python_calls(_first_list(text)))
@@ -397,10 +400,13 @@ def _xml_calls(text: str, names: Mapping[str, Any]) -> tuple[list[ToolCall], str
     return calls, (rest + text[position:]).strip()
 
 
-def _glm_call(text: str, names: Mapping[str, Any]) -> ToolCall | None:
-    """The call in GLM's format that a text is; None if it is none. A name without arguments must be that of a tool."""
+def _glm_call(text: str, names: Mapping[str, Any], style: ToolFormat) -> ToolCall | None:
+    """The call in GLM's format that a text is; None if it is none.
+
+    With the style "auto", a name without arguments must be the name of a tool.
+    """
     match = _GLM_CALL.fullmatch(text)
-    if match is None or not (match[2] or match[1] in names):
+    if match is None or not (match[2] or match[1] in names or style == "glm"):
         return None
     texts = {name.strip(): text for name, text in _GLM_ARGUMENT.findall(match[2])}
     return ToolCall(match[1], _values_of(texts, names.get(match[1])))

@@ -262,7 +262,7 @@ class Conversations:
         raise ValueError(
             f"The tokenizer's chat template writes a call as {turn!r:.300}, and environment {self.runner.name!r} "
             f"(format: {tools.format}) does not find a call in this text, so no call of the policy would be run. {fix} "
-            "a model that writes calls in JSON, Python or XML (docs/conversations.md), or a subclass of "
+            "a model that writes calls in a format of docs/conversations.md, or a subclass of "
             "grpo_lightning.environments.Tools with a method `read_calls` for this format."
         )
 

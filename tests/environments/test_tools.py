@@ -157,9 +157,14 @@ def test_calls_of_glm(style):
         (call,) = read_calls(as_glm("calculator", expression=text), KNOWN, style)
         assert call == ToolCall("calculator", {"expression": text})
     assert list(read_calls("<tool_call>double</tool_call>", KNOWN, style)) == [ToolCall("double", {})]
-    for block in ("hello", "double number=3", as_glm("double", number="3")[11:-25]):
+    inner = json.dumps({"name": "double", "arguments": {"number": 3}})
+    unclosed = f"note\n<arg_key>text</arg_key>\n<arg_value>{inner}"
+    for block in ("hello there", "double number=3", unclosed, f"{unclosed}</arg_value> and more"):
         (call,) = read_calls(f"<tool_call>{block}</tool_call>", KNOWN, style)
         assert "is not a call" in call.problem, block
+        assert ("<arg_key>argument</arg_key>" in call.problem) == (style == "glm" or "<arg_key>" in block)
+    (call,) = read_calls("<tool_call>hello</tool_call>", KNOWN, style)
+    assert (call.name, bool(call.problem)) == (("hello", False) if style == "glm" else ("", True))
     assert list(read_calls(as_glm("double", number="3")[11:-12], KNOWN, style)) == []  # without markers
 
 

@@ -346,7 +346,11 @@ class FakeServer:
         self.reports_spans = reports_spans
         self.lock = threading.Lock()
         self.key: str | None = None
-        """The API key that every request must have; None if it needs none."""
+        """The API key that a request must have; None if it needs none."""
+        self.guarded = ""
+        """The beginning of the routes that need the key."""
+        self.redirect: str | None = None
+        """The address to which all requests are redirected."""
         self.delay = 0.0
         """Seconds before a completion is answered."""
         self.failures: dict[str, list[int | str]] = {}
@@ -365,6 +369,7 @@ class FakeServer:
         self.is_paused = False
         self.bodies: list[dict[str, Any]] = []
         self.is_dead = False
+        self.num_requests = 0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -403,15 +408,21 @@ class FakeServer:
 
     def handle(self, request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         """Answer a request."""
-        route, fake = urlsplit(request.path).path, self.fake
+        route = urlsplit(request.path).path
+        self.num_requests += 1
+        if self.redirect is not None:
+            self.reply(request, 302, None)
+            return
+        if self.key and route.startswith(self.guarded) and request.headers["Authorization"] != f"Bearer {self.key}":
+            self.reply(request, 401, {"error": "Unauthorized"})
+            return
+        fake = self.fake
         failure = self.failures[route].pop(0) if self.failures.get(route) else None
         status, answer = 200, None
         if failure == "break":
             request.connection.shutdown(socket.SHUT_RDWR)
             return
-        if self.key is not None and request.headers["Authorization"] != f"Bearer {self.key}":
-            status, answer = 401, {"error": "Unauthorized"}
-        elif failure is not None:
+        if failure is not None:
             status, answer = failure, {"error": "the engine has a problem"}
         elif route in self.hidden:
             status, answer = 404, {"detail": "Not Found"}
@@ -429,10 +440,16 @@ class FakeServer:
         if self.is_dead or fake is not self.fake:  # killed meanwhile
             request.connection.shutdown(socket.SHUT_RDWR)
             return
+        self.reply(request, status, answer)
+
+    def reply(self, request: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+        """Send an answer."""
         content = b"" if answer is None else json.dumps(answer).encode()
         with contextlib.suppress(OSError):  # the client has given up
             request.send_response(status)
             request.send_header("Content-Length", str(len(content)))
+            if self.redirect is not None:
+                request.send_header("Location", self.redirect)
             request.end_headers()
             request.wfile.write(content)
 

@@ -17,7 +17,7 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.requests import Request
-from grpo_lightning.rollout.vllm.server import INCOMPLETE, Served, ServerError, UnavailableError
+from grpo_lightning.rollout.vllm.server import INCOMPLETE, Client, Served, ServerError, UnavailableError
 from grpo_lightning.rollout.vllm.servers import Announcement, Job, Pending
 from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.module_runs import SMALL, make_module
@@ -293,19 +293,59 @@ def test_each_server_is_checked_before_weights_load(start):
         engine.backend.check(None)
 
 
+KEYS = {"unset": None, "wrong": "other", "right": " secret\n"}
+
+
+def connect_with(engine, monkeypatch, key):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if KEYS[key] is not None:
+        monkeypatch.setenv("VLLM_API_KEY", KEYS[key])
+    return engine.connect_servers(None)
+
+
 def test_a_server_with_an_api_key(start, monkeypatch):
     engine, policy, server = start(synced=False)
     server.key = "secret"
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(ServerError, match=r"answered 401: .*Set the environment variable VLLM_API_KEY:"):
-        engine.backend.check(None)
-    monkeypatch.setenv("VLLM_API_KEY", "other")
+    with pytest.raises(ServerError, match=r"answered 401: .*Set the environment variable VLLM_API_KEY: it must hold"):
+        connect_with(engine, monkeypatch, "unset")
     with pytest.raises(ServerError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
-        engine.backend.check(None)
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    engine.backend.check(None)
+        connect_with(engine, monkeypatch, "wrong")
+    engine.backend = connect_with(engine, monkeypatch, "right")
     engine.sync_weights(policy)
     assert len(engine.generate(PROMPTS[:1], 2, SAMPLING, [1])[0]) == 2
+    server.key = "changed"
+    with pytest.raises(ServerError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
+        engine.generate(PROMPTS[:1], 2, SAMPLING, [1])
+
+
+@pytest.mark.parametrize(
+    "route", ["/health", "/v1/models", "/get_world_size", "/weight_info", "/inference/v1/generate"]
+)
+def test_a_gateway_that_guards_one_route(start, monkeypatch, route):
+    engine, _, server = start(synced=False)
+    server.key, server.guarded = "secret", route
+    with pytest.raises(ServerError, match=f"^{server.url}{route} answered 401: .*Set the environment variable"):
+        connect_with(engine, monkeypatch, "unset")
+
+
+def test_a_key_that_no_header_can_have(start, monkeypatch):
+    engine, _, _ = start(synced=False)
+    monkeypatch.setenv("VLLM_API_KEY", "sec\nret")
+    with pytest.raises(ValueError, match=r"^The environment variable VLLM_API_KEY may have only printable") as caught:
+        engine.connect_servers(None)
+    assert "sec" not in str(caught.value).replace("secret", "")
+
+
+def test_the_key_is_sent_to_no_other_address(start, monkeypatch):
+    _, _, server, other = start(2, synced=False)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    client = Client(server.url, 5.0)
+    server.redirect, before = f"{other.url}/version", other.num_requests
+    message = f"answered 302: a redirect to {other.url}/version. Set model.engine.base_url to the final address"
+    for call in (client.get, client.post):
+        with pytest.raises(ServerError, match=message):
+            call("/version")
+    assert other.num_requests == before
 
 
 # ---------------------------------------------------------------------------------------------------------- versions

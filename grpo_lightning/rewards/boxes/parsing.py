@@ -18,8 +18,9 @@ LARGEST = 1e9
 """Maximum absolute coordinate, so that areas stay finite."""
 
 _NUMBER = r"\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
-_POINT = r"\(" + _NUMBER + "," + _NUMBER + r"\)"
-_BOX = re.compile(r"\[" + ",".join([_NUMBER] * 4) + r"\]|" + _POINT + r"\s*,\s*" + _POINT)
+_BOX = re.compile(r"\[" + ",".join([_NUMBER] * 4) + r"\]")
+_POINT = re.compile(r"\(" + ",".join([_NUMBER] * 2) + r"\)")
+_POINTS = re.compile(_POINT.pattern + r"(?:\s*,\s*" + _POINT.pattern + ")*")
 _FENCE = "```"
 _INVALID = object()
 
@@ -47,11 +48,16 @@ def last_box(text: str) -> Box | None:
 
 
 def boxes_in(answer: str) -> list[Box | None]:
-    """All `[x1, y1, x2, y2]` and `(x1,y1),(x2,y2)` of an answer, in order; None for a coordinate beyond `LARGEST`.
+    """All `[x1, y1, x2, y2]` of an answer, in order; None for a box with a coordinate beyond `LARGEST`.
 
-    Qwen2-VL writes the second form between `<|box_start|>` and `<|box_end|>`, which decoding removes as special tokens.
+    If there are none, the boxes are the pairs of points `(x1,y1),(x2,y2)`. Qwen2-VL writes such a pair between
+    `<|box_start|>` and `<|box_end|>`, which decoding removes as special tokens. Longer lists of points are no boxes.
     """
-    return [_as_box([float(number) for number in found.groups() if number]) for found in _BOX.finditer(answer)]
+    found = [box.groups() for box in _BOX.finditer(answer)]
+    if not found:
+        lists = [_POINT.findall(points[0]) for points in _POINTS.finditer(answer)]
+        found = [(*points[0], *points[1]) for points in lists if len(points) == 2]
+    return [_as_box([float(number) for number in numbers]) for numbers in found]
 
 
 def detections(text: str) -> list[Detection] | None:
@@ -82,7 +88,7 @@ def has_json_box(answer: str) -> bool:
 
 
 def gold_box(answer: Any, column: str) -> Box | None:
-    """Parse the ground-truth box of a row from four numbers, a mapping with `bbox_2d`, or text with `[x1, y1, x2, y2]`.
+    """Parse the ground-truth box of a row from four numbers, a mapping with `bbox_2d`, or text (see `boxes_in`).
 
     Answer tags around a text are allowed (VLM-R1). For None or an empty string, the result is None.
 

@@ -31,16 +31,18 @@ from grpo_lightning.rewards.text import Format, Repetition
 class IoU(BoxReward):
     """Intersection over union of the answer's box and the ground-truth box.
 
-    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. Without answer tags, the
-    box is searched for after `</think>` or, if that tag is missing too, in the whole completion. The numbers may be
-    integers or decimals, and the box may be inside JSON or outside of it. This box and the ground-truth box are
+    The box of a completion is the last `[x1, y1, x2, y2]` in its last `<answer>...</answer>`. If the answer has no such
+    box, the last `(x1,y1),(x2,y2)` is read (Qwen2-VL's notation). Without answer tags, the box is searched for after
+    `</think>` or, if that tag is missing too, in the whole completion. The numbers may be integers or decimals, and the
+    box may be inside JSON or outside of it. This box and the ground-truth box are
     converted to pixels of the original image (the image before it is resized for the policy) and clipped to this image.
     The reward is 0 if there is no box, or if the box is inverted or empty. VLM-R1's `iou_reward` differs (see
     docs/vision.md).
 
     Args:
         answer_column: The data column with the ground-truth box: four numbers, a mapping with `bbox_2d`, or text with
-            `[x1, y1, x2, y2]`. The reward does not apply to a row in which this column is None or an empty string.
+            `[x1, y1, x2, y2]` or `(x1,y1),(x2,y2)`. The reward does not apply to a row in which this column is None or
+            an empty string.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
         threshold: The reward is 1 if the IoU is above `threshold`, else 0. With None, the reward is the IoU itself.
@@ -96,8 +98,8 @@ class FormatRec(Reward):
 
     Args:
         needs_json: True if the answer must be JSON, with or without ```json fences: an object with a box, or a list
-            with such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` anywhere in the answer is enough (VLM-R1
-            for InternVL).
+            with such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` or `(x1,y1),(x2,y2)` anywhere in the
+            answer is enough (VLM-R1 for InternVL accepts only the first).
         prompt_opens_first: As in `Format`.
     """
 

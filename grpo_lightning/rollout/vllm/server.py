@@ -63,17 +63,37 @@ class UnavailableError(ServerError):
     """The connection broke, the server failed (5xx) or was busy, or no answer came in time. Another try can succeed."""
 
 
+class UnauthorizedError(ServerError):
+    """The server, or a gateway before it, refuses the API key (401)."""
+
+
 class LostWeightsError(UnavailableError):
     """The server lacks this run's weights, because it has restarted or another client has changed the weights."""
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, because the API key would be sent to another host, and a POST would become a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return None, so that the redirect becomes an HTTPError."""
+
+
 class Client:
-    """Sends requests to one server, with the key of the environment variable `API_KEY`. Every call has a timeout."""
+    """Sends requests to one server, with the key of the environment variable `API_KEY`. Every call has a timeout.
+
+    Raises:
+        ValueError: If the key has characters that a header cannot have.
+    """
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
         # Requests to the server never go through a proxy.
-        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)
+        self.headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(API_KEY, "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise ValueError(f"The environment variable {API_KEY} may have only printable ASCII characters.")
+            self.headers["Authorization"] = f"Bearer {key}"
 
     def get(self, route: str, timeout: float | None = None) -> Any:
         """Send a GET request, and return the answer."""
@@ -86,10 +106,8 @@ class Client:
     def _call(self, method: str, route: str, body: Any, timeout: float | None) -> Any:
         """Send a request. Returns: the decoded JSON, or None if the answer is no JSON. Raises: `ServerError`."""
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url + route, data, headers, method=method)  # noqa: S310 - checked scheme
+        url = self.url + route
+        request = urllib.request.Request(url, data, self.headers, method=method)  # noqa: S310 - checked scheme
         try:
             with self.opener.open(request, timeout=timeout or self.timeout) as response:
                 content = response.read()
@@ -117,6 +135,10 @@ class Client:
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
             text = ""
         kind = UnavailableError if error.code >= 500 or error.code in BUSY else ServerError
+        if error.code == 401:
+            kind = UnauthorizedError
+        elif 300 <= error.code < 400:
+            text = f"a redirect to {error.headers.get('Location')}. Set model.engine.base_url to the final address."
         message = f"{self.url}{route} answered {error.code}: {text[:500]}"
         found = kind(f"{message} {remedy(error.code, text)}".rstrip())
         found.status = error.code
@@ -179,7 +201,7 @@ class Served:
         `policy` is the name or folder of the policy. If it is None, the server may serve any model.
 
         Raises:
-            ServerError: If no vLLM server answers.
+            ServerError: If no vLLM server answers, or if the server refuses the API key.
             ValueError: If the server is too old, serves another model, or accepts no weights.
         """
         self.policy = policy
@@ -187,6 +209,8 @@ class Served:
         try:
             self.client.get("/health")
             version = self.client.get("/version")
+        except UnauthorizedError:
+            raise
         except ServerError as error:
             raise type(error)(
                 f"model.engine: no vLLM server answers at {url}: {error} Start the server first "
@@ -207,6 +231,8 @@ class Served:
         try:
             self.num_workers = int(self.client.get("/get_world_size")["world_size"])
             self.reported_version()
+        except UnauthorizedError:
+            raise
         except ServerError as error:
             raise ValueError(
                 f"model.engine: the server at {url} has no routes for weight updates. Start it with: "
@@ -233,6 +259,8 @@ class Served:
         """True if the server offers this route. An empty POST request then succeeds, or is refused with 400 or 422."""
         try:
             self.client.post(route, {})
+        except UnauthorizedError:
+            raise
         except ServerError as error:
             return error.status in (400, 422)  # 403: vLLM has the route, and it is turned off
         return True
@@ -242,9 +270,11 @@ class Served:
         return str(self.client.get("/weight_info", timeout)["weight_version"])
 
     def is_healthy(self) -> bool:
-        """True if the server answers."""
+        """True if the server answers. Raises: UnauthorizedError."""
         try:
             self.client.get("/health", PATIENCE)
+        except UnauthorizedError:
+            raise
         except ServerError:
             return False
         return True
