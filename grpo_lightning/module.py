@@ -1,8 +1,8 @@
 """GRPO as a LightningModule, which samples completions, scores them, computes advantages and updates the policy.
 
-Training runs in cycles. A cycle starts with a rollout, which samples and scores G completions for every prompt. The
-rollout is split into micro-batches, and each `training_step` of the cycle trains on one micro-batch. The module uses
-Lightning's automatic optimization, so its settings and callbacks work as usual.
+Training runs in cycles. At the start of a cycle, G completions for every prompt are sampled and scored (the rollout).
+The completions are then split into micro-batches, and each `training_step` of the cycle trains on one micro-batch. The
+module uses Lightning's automatic optimization, so trainer settings such as `gradient_clip_val` work as usual.
 
 The defaults differ from the paper (arXiv:2402.03300) in two ways. First, the loss is the mean over all tokens of the
 optimizer step, not the mean of per-completion means (`Objective.aggregate`). Second, the log-ratio and the KL estimator
@@ -142,12 +142,13 @@ class GRPOLightningModule(L.LightningModule):
 
     Args:
         policy: The model to train: a hub name, a folder, a `PolicyLoader`, or a transformers model or config in memory.
-            If the model is a `PeftModel`, its LoRA adapter is trained.
+            If the policy is a `PeftModel`, its LoRA adapter is trained.
         rewards: Reward functions, `Reward`s or `WeightedReward`s.
         reward_weights: One weight per reward; null uses each reward's own weight (1 by default).
         reward_workers: Number and limits of the worker processes that run the rewards.
-        tokenizer: The tokenizer, or the processor of a multimodal policy. It is required if the policy is a model or
-            config in memory. It replaces the tokenizer or processor of other policies.
+        tokenizer: The tokenizer, or the processor of a multimodal policy. Required if `policy` is a model or config in
+            memory. If `policy` is a name or folder, null loads the policy's own tokenizer or processor. If `policy` is
+            a `PolicyLoader`, give the tokenizer to the loader instead.
         engine: Samples the completions; null uses `LocalEngine`, which samples with the policy itself.
         environment: Answers the policy in conversations of several turns. Give an `Environment`, functions that the
             policy can call (tools), a multi-turn function of ms-swift, or a class in TRL's style, with tools as
@@ -162,8 +163,8 @@ class GRPOLightningModule(L.LightningModule):
         optimizer: Builds the optimizer for the trainable parameters.
         scheduler: Builds the learning-rate schedule for the optimizer; null keeps the learning rate constant.
         num_generations: G, completions per prompt.
-        ranks_per_group: Number of ranks that share the completions of a prompt. Meant for rollouts with fewer prompts
-            than ranks.
+        ranks_per_group: Number of ranks that share the completions of a prompt. Set more than 1 if a rollout has fewer
+            prompts than the run has ranks.
         num_iterations: Epochs over each rollout (mu in the GRPO paper).
         updates_per_rollout: Optimizer steps per epoch over a rollout.
         max_staleness: S, maximum number of rollouts by which sampling is ahead of training. With 0, each rollout is
@@ -174,8 +175,8 @@ class GRPOLightningModule(L.LightningModule):
             "rollout" (the engine).
         dynamic_sampling: Settings of dynamic sampling, which replaces groups without a gradient (rewards of zero
             variance, or all tokens masked) by groups of new prompts. Null keeps all groups.
-        overlong_filter: How to treat truncated completions: "none" trains on them, and "loss" masks them in the loss.
-            "group" also excludes their rewards from the mean and std of the group.
+        overlong_filter: How to treat truncated completions. "none" trains on them. "loss" masks them in the loss.
+            "group" masks them in the loss, and excludes their rewards from the mean and std of the group.
         seed: Sampling seed; null uses the seed of `seed_everything`.
     """
 
@@ -306,12 +307,16 @@ class GRPOLightningModule(L.LightningModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805 - a classmethod
         """Load a module from a checkpoint, as Lightning does.
 
-        A checkpoint contains no functions, no objects such as engine and environment, and no policy that was given as a
-        model in memory. Pass these arguments again.
+        A checkpoint does not contain these arguments of the run, so pass them again:
+
+        - functions, and objects such as the engine and the environment;
+        - the policy and the tokenizer, if one of them was an object in memory.
 
         Raises:
-            TypeError: If `rewards` is not passed, or a policy that was a model in memory.
-            ValueError: If a setting that was not a plain value, or the environment of the run, is not passed.
+            TypeError: If the call lacks `rewards`.
+            TypeError: If both the call and the checkpoint lack the policy.
+            ValueError: If the run had an environment, and the call lacks `environment`.
+            ValueError: If a setting of the run was not a plain value, and the call lacks this setting.
         """
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)

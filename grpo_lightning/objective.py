@@ -789,9 +789,12 @@ def name_of(objective: Objective) -> str:
 def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
     """Make a surrogate of a user's own function.
 
-    The function returns the loss of each token: [B, T], or [B, 1] if `Objective.ratio` is `sequence`. Masked tokens can
-    have any loss. The function gets, by keyword, the arguments of the following list that it names, or all of them if
-    it takes `**kwargs`. All other arguments of the function need a default.
+    The function returns the loss of each token as [B, T]. If `Objective.ratio` is `sequence`, the function can instead
+    return [B, 1]. Masked tokens can have any loss.
+
+    The arguments are passed by keyword. If the function takes `**kwargs`, it gets all arguments listed below.
+    Otherwise, it gets the listed arguments that its signature names. The function needs a default for every other
+    argument.
 
         ratio         [B, T], or [B, 1] if `Objective.ratio` is `sequence`; importance ratios, with gradients
         advantages    [B, 1], or [B, T] with `turn_credit`
@@ -802,8 +805,9 @@ def own_surrogate(function: Callable[..., Any], name: str) -> Surrogate:
         epsilon_high  `Objective.epsilon_high`; if that is null, `Objective.epsilon`
 
     Raises:
-        ValueError: If `function` is not a function, or its arguments are not known.
-        ValueError: If `function` requires an argument that is not in the list above, or an argument by position.
+        ValueError: If `function` is not a function, or if Python does not know its arguments.
+        ValueError: If `function` requires an argument that is not in the list above.
+        ValueError: If `function` takes a required argument only by position.
     """
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"objective.surrogate must be a function, got {function!r}.")

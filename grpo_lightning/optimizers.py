@@ -19,15 +19,16 @@ OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter 2019) with GRPO's defaults, a small learning rate and no weight decay.
+    """AdamW (Loshchilov and Hutter 2019). By default, the learning rate is 1e-6, and the weight decay is 0.
 
     Args:
         params: Parameters to train.
         lr: Learning rate before the schedule changes it.
-        betas: Decay factors per step of the running means of the gradient and of its square.
-        eps: Added to the square root of the running mean of the squared gradient.
-        weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Biases and norms are decayed
-            too, unlike in the Trainer of transformers.
+        betas: Two decay factors per step. The first is for the running mean of the gradient. The second is for the
+            running mean of the squared gradient.
+        eps: Number to add to the square root of the running mean of the squared gradient.
+        weight_decay: From every weight, including biases and norms, each step subtracts the weight times `weight_decay`
+            times the current learning rate. The Trainer of transformers does not decay biases and norms.
     """
 
     def __init__(

@@ -159,10 +159,10 @@ def shipped_names(kind: str) -> list[str]:
 def named_text(value: str, *, kind: str, key: str) -> str:
     """The text for a setting.
 
-    The text is that of the file or shipped text that `value` names, or `value` itself.
+    `value` is the name of a shipped text, the path of a file, or the text itself.
 
     Raises:
-        ValueError: If `value` is empty, or looks like a name (`r2`) but no shipped text has this name.
+        ValueError: If `value` is empty, or looks like a name (`r2`) but no shipped text or file has this name.
         FileNotFoundError: If `value` looks like the path of a file that does not exist.
     """
     if not isinstance(value, str) or not value.strip():

@@ -198,10 +198,11 @@ def teach_tower(
     *,
     show_progress: bool,
 ) -> None:
-    """Train the vision tower to encode the color, shape and box of a thing in each of its image tokens.
+    """Train the vision tower.
 
-    The logit of a color or shape is the dot product of the image token and the word's embedding. The language model can
-    then compare word embeddings with image tokens.
+    An image token learns to encode one thing: the color, the shape and the box of the thing that covers most of the
+    token. The logit of a color is the dot product of the image token and the embedding of the color's name. The logits
+    of shapes are computed in the same way. The language model can therefore compare image tokens with word embeddings.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)
@@ -262,7 +263,10 @@ def varied_scenes(task: SceneTask, purpose: str, number: int) -> list[Scene]:
 
 
 def learning_rate_share(step: int, num_steps: int, settings: GroundingWarmUp) -> float:
-    """Fraction of the peak learning rate: a linear rise, 1, and a cosine decay to zero."""
+    """Fraction of the peak learning rate.
+
+    The fraction first rises linearly to 1. It then stays at 1, and at the end it falls along a cosine towards zero.
+    """
     ramp = min(1.0, (step + 1) / settings.num_ramp_steps)
     held = settings.held_share * num_steps
     past = max(0.0, step - held) / (num_steps - held) if num_steps > held else 0.0
@@ -340,9 +344,10 @@ def patch_grid(task: SceneTask) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def multiplied_patches(model: Qwen2_5_VLForConditionalGeneration) -> Iterator[None]:
-    """Embed patches by one matrix product inside the `with` block.
+    """Inside the `with` block, embed patches by a matrix product instead of a convolution.
 
-    The product equals the convolution, because stride and kernel size are equal. It is faster on a CPU.
+    The results are equal, because the stride of the convolution equals its kernel size. On a CPU, the matrix product is
+    faster than the convolution.
     """
     embed = model.model.visual.patch_embed
     weight = embed.proj.weight  # [width, channels, frames, height, width]

@@ -1,7 +1,8 @@
 """The grounding quickstart's images of colored shapes, with questions and boxes.
 
-The question is about one shape ("Where is the red circle?"), and the answer is the box of the shape in pixels. In a
-held-out row, neither the pair of color and shape nor the box occurs in training.
+The question is about one shape ("Where is the red circle?"), and the answer is the box of this shape, in pixels.
+Held-out questions are about pairs of color and shape that do not occur in training. Held-out answers are boxes that do
+not occur in training.
 """
 
 from __future__ import annotations

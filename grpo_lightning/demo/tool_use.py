@@ -63,7 +63,7 @@ class ToolTask:
         return f"T:calculator \nQ:{self.question(terms)}\nA:"
 
     def answer_with_call(self, terms: list[int]) -> list[tuple[str, bool]]:
-        """The parts of the answer with a call. Each has a text, and whether the policy writes it."""
+        """The parts of an answer that calls the calculator. Each part is (text, True if the policy writes the text)."""
         total = str(sum(terms))
         call = f'[calculator(expression="{"+".join(map(str, terms))}")]{EOS}'
         return [(call, True), (f"R:{total}\nA:", False), (f"{total}{EOS}", True)]

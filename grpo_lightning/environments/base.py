@@ -9,10 +9,15 @@ completions of the same prompt. Then `step` gets the text of each turn of the po
 (`max_turns`, `max_completion_length`) ends the conversation before the environment does, `end` is called to get a last
 reward.
 
-By default, the methods of an environment run in worker processes with the limits of `model.reward_workers`
-(`environments/workers.py`). The object is pickled between two calls, so it must hold everything that the environment
-needs later. An environment runs in the training process if it cannot be pickled, if another process cannot import its
-class (from a notebook), if it has an async method or `in_process = True`, or if `num_workers` of these limits is 0.
+By default, the methods of an environment run in worker processes (`environments/workers.py`). The limits of
+`model.reward_workers` apply to these processes. The environment is pickled between two calls, so its attributes must
+hold everything that later calls need. An environment runs in the training process in these cases:
+
+- The environment cannot be pickled.
+- Another process cannot import the environment's class, for example a class that is defined in a notebook.
+- At least one of the methods `reset`, `step` and `end` is async.
+- The environment has `in_process = True`.
+- `model.reward_workers.num_workers` is 0.
 """
 
 from __future__ import annotations
@@ -105,10 +110,10 @@ class Environment(ABC):
         """Answer a turn of the policy. Returns: a value that `as_step` accepts."""
 
     def end(self) -> Any:
-        """Give a last reward, if a limit of the run ends the conversation before `step` has ended it.
+        """Give a last reward, after a limit of the run has ended the conversation.
 
         Returns:
-            A number, which is added to the reward of the last turn, or None.
+            A number to add to the reward of the last turn; None adds nothing.
         """
         return None
 

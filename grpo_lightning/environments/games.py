@@ -18,7 +18,7 @@ class GuessTheNumber(Environment):
         max_guesses: Maximum number of guesses.
         higher: The observation if the hidden number is higher than the guess.
         lower: The observation if the hidden number is lower than the guess.
-        unreadable: The observation for a turn without a number, which also counts as a guess.
+        unreadable: The observation for a turn without a number. Such a turn also counts as a guess.
     """
 
     def __init__(

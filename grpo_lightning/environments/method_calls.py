@@ -56,7 +56,10 @@ def pickling_problem(environment: Any) -> str | None:
 
 @dataclass
 class EnvironmentCalls:
-    """Calls the methods of an environment, with the interface of a reward, so that reward workers can run it."""
+    """Calls the methods of an environment.
+
+    This class has the interface of a reward (`WeightedReward`), so that reward workers can make the calls.
+    """
 
     environment: Any
     """The environment that conversations begin with."""

@@ -1,4 +1,4 @@
-"""Adapters for multi-turn functions written for ms-swift and for environments written for TRL. Both run unchanged."""
+"""Adapters for two kinds of user code: multi-turn functions for ms-swift, and environments for TRL."""
 
 from __future__ import annotations
 

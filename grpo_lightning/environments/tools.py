@@ -231,10 +231,11 @@ def answer(name: str, content: Content) -> Message:
 def content_of(value: Any) -> Content:
     """Make message content from a tool's result.
 
-    Images, lists with images, and lists of parts become parts of a message. Other values become text.
+    The content is a list of parts if the value is an image, a part (`is_part`), a list with an image, or a list of
+    parts. Otherwise, the content is text.
 
     Raises:
-        TypeError: If a list has an image and a value that is no part of a message.
+        TypeError: If a list with an image also contains a value that is not an image, a text or a part.
     """
     if isinstance(value, str):
         return value

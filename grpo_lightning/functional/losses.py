@@ -278,12 +278,13 @@ def kl_cov_surrogate(
     *,
     coefficient: float = 1.0,
 ) -> Tensor:
-    """KL-Cov does not clip. It penalizes changes to the log-probs of the few tokens that lower the entropy most.
+    """KL-Cov: a penalty for changes to the log-probs of the selected tokens, instead of clipping.
 
         d = logprobs - old_logprobs
         loss = -exp(d) A + (coefficient |d| where selected, else 0)
 
-    The penalty is the absolute log-ratio, as in the code of KL-Cov's authors (arXiv:2505.22617) and in verl.
+    Updates of the selected tokens lower the entropy more than updates of the other tokens. The penalty is the absolute
+    log-ratio, as in the code of KL-Cov's authors (arXiv:2505.22617) and in verl.
 
     Args:
         logprobs: [B, T] nats, of the current policy.
@@ -594,7 +595,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         dim: Dimension to average over; None averages over all dimensions.
 
     Returns:
-        The mean, without `dim`. 0 with a gradient of 0 if the mask is all False.
+        The mean, which has all dimensions of `values` except `dim`; a scalar if `dim` is None. If no value counts, the
+        mean is 0, with a gradient of 0.
     """
     kept = _keep(values, mask)
     mask = mask.expand_as(kept)

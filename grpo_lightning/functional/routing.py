@@ -1,4 +1,7 @@
-"""Load-balancing loss of mixtures of experts, with sums over tokens that can be added over micro-batches and ranks."""
+"""Load-balancing loss of mixtures of experts.
+
+The loss is computed from sums over tokens (`RouterLoad`). The sums of several micro-batches or ranks can be added.
+"""
 
 from __future__ import annotations
 

@@ -253,7 +253,10 @@ def rows_by_images(batch: MicroBatch) -> tuple[list[int], list[int]]:
 
 
 def dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of the micro-batch with a completion of one token, which is not trained on."""
+    """A dummy completion: the first row of the micro-batch, without the tokens after the first completion token.
+
+    No token of the dummy completion is trained on.
+    """
     dummy = batch.select([0])
     return replace(
         dummy,
@@ -264,9 +267,9 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A prompt of one text token with a completion of one text token, which is not trained on.
+    """A dummy completion with a prompt. The prompt and the completion are one and the same text token.
 
-    The result keeps the micro-batch's blank image (`VisionInputs.blank`).
+    The token is not trained on. The result keeps the micro-batch's blank image (`VisionInputs.blank`).
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
