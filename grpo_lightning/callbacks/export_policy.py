@@ -22,7 +22,7 @@ class ExportPolicy(L.Callback):
         folder: Output folder. A relative path is a path inside the run's folder. Files of an earlier export are
             replaced.
         every_n_steps: Number of optimizer steps between two exports during training. Each of these exports has a
-            subfolder `step-<step>`. Null exports only when training ends.
+            subfolder `step-<step>`. If null, the policy is exported only when training ends.
     """
 
     def __init__(self, folder: str = "policy", every_n_steps: int | None = None) -> None:

@@ -188,7 +188,7 @@ def places(trainer: L.Trainer, folder: Path, started_at: float = 0.0) -> Iterato
 def last_checkpoint(callback: L.Callback) -> Path | None:
     """Return the best checkpoint of a callback, or its last checkpoint if the callback monitors no metric.
 
-    The result is None if there is no such checkpoint, or if it no longer exists.
+    The result is None if the callback has saved no checkpoint, or if the checkpoint has been deleted.
     """
     if isinstance(callback, GracefulStop):
         return callback.checkpoint

@@ -432,7 +432,11 @@ ASSUMED_PROMPT_TOKENS = 512
 
 
 class Prompts(NamedTuple):
-    """The prompts of a run; None for a stream or data that do not exist yet."""
+    """The prompts of a run.
+
+    `train` and `val` are None if the prompts are streamed, or if the data cannot be read yet. Without validation data,
+    `val` is None.
+    """
 
     train: list[Prompt] | None
     val: list[Prompt] | None
@@ -491,8 +495,12 @@ def longest_prompt(
 ) -> PromptLength:
     """Find the number of tokens of the longest training prompt.
 
-    The result is the first known one of these numbers: `given`, the number measured on the prompts,
-    `max_prompt_length`, an assumed number.
+    The result is the first number in this list that is known:
+
+    - `given`
+    - the number of tokens that `measure_longest` returns for `prompts`
+    - `max_prompt_length`
+    - `ASSUMED_PROMPT_TOKENS`
     """
     if given is not None:
         return PromptLength(given, "set by --prompt_tokens")
