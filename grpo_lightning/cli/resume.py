@@ -226,8 +226,8 @@ def differences(
 ) -> list[str]:
     """Format differing settings as lines `key: before -> now`. Sections that are not in both mappings are skipped.
 
-    `defaults` has the values that apply if a setting is null, by dotted key. If `is_whole` is false, only keys that are
-    in both mappings are compared.
+    `defaults` maps the dotted key of a setting to the value that applies if the setting is null. If `is_whole` is
+    False, only keys that are in both mappings are compared.
     """
     groups = sorted(before.keys() & now.keys())
     old, new = (flat(fill_defaults({name: tree[name] for name in groups}, defaults)) for tree in (before, now))

@@ -73,7 +73,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def set_default_modes(folder: Path) -> None:
-    """Give a folder, and all folders and files below it, the modes that the umask gives to new folders and files.
+    """Change the modes of a folder and of everything below it to the modes of new folders and files (umask).
 
     Without this call, only the owner could read some of the files and folders.
     """

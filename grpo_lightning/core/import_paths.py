@@ -1,4 +1,4 @@
-"""Import paths of a user's own functions and classes (`my_losses.my_surrogate`), and reasons why a path is invalid."""
+"""Loads a user's own function or class by its import path (`my_losses.my_surrogate`), and explains invalid paths."""
 
 from __future__ import annotations
 

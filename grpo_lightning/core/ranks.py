@@ -125,9 +125,8 @@ def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> ra
 class Lockstep:
     """Synchronizes the number of forward calls over ranks while the weights stay sharded.
 
-    With sharded weights, a forward call of the policy is collective, but completions end at different steps on each
-    rank. All ranks therefore make the same calls until the last rank is done. A rank without work of its own runs dummy
-    rows.
+    With sharded weights, a forward call of the policy is collective, but some ranks need more calls than others. All
+    ranks therefore make the same calls until the last rank is done. A rank without work of its own runs dummy rows.
 
     Args:
         is_needed: True if forward calls are collective. If False, no rank waits for another rank, and each method

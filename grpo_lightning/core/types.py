@@ -539,9 +539,9 @@ def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None
     Settings of this type are returned unchanged.
 
     Raises:
-        ValueError: If the value is none of these.
+        ValueError: If the value is neither a mapping nor None nor settings of this type.
         ValueError: If a key of the mapping is not a field.
-        ValueError: If the mapping is the note of a checkpoint that does not hold these settings (`NOT_SAVED`).
+        ValueError: If the mapping is the note that a checkpoint holds in place of these settings (`NOT_SAVED`).
     """
     if isinstance(value, kind):
         return value
@@ -568,7 +568,7 @@ def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] 
 def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
     """Check fields of settings. Raises: ValueError for the first invalid field.
 
-    A limit has the name of the field, whether its value is allowed, and the allowed values in words.
+    A limit is a tuple: the name of a field, True if the field's value is allowed, and the allowed values in words.
     """
     for name, is_valid, allowed in limits:
         if not is_valid:

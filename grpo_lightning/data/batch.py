@@ -101,12 +101,13 @@ WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `co
 def as_prompt_batch(batch: Any) -> PromptBatch:
     """Convert a batch of any dataloader to a `PromptBatch`. A `PromptBatch` is returned unchanged.
 
-    The batch can be a list of prompts, texts or rows, or a mapping of columns, as torch's default collate function
-    makes it. The prompts of texts and rows have no index.
+    The batch can be a list of prompts, texts or rows. It can also be a mapping of columns, which torch's default
+    collate function makes. The prompts of texts and rows have no index.
 
     Raises:
-        TypeError: If the batch has another type, or as in `as_prompt`.
-        ValueError: As in `as_prompt`.
+        TypeError: If the batch has another form, such as a single row.
+        TypeError: If a column of the mapping holds messages, lists (boxes, images) or mappings.
+        TypeError, ValueError: As in `as_prompt`.
     """
     if isinstance(batch, PromptBatch):
         return batch

@@ -287,9 +287,10 @@ class PromptDataModule(L.LightningDataModule):
 
 
 def split(prompts: Prompts, size: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts at random into training and validation prompts. Both keep their order.
+    """Split prompts at random into training and validation prompts. Both lists keep the order of the prompts.
 
-    `size` is the number of validation prompts, or as a float their share, for which the number is rounded up.
+    An int `size` is the number of validation prompts. A float `size` is their share of all prompts. For a share, the
+    number of validation prompts is rounded up.
 
     Raises:
         ValueError: If the prompts are a stream, or no training prompts would be left.

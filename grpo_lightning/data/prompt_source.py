@@ -335,20 +335,24 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position in `state`.
 
-        Where the checkpoint was saved determines what is allowed to differ between this source and `state`:
+        The allowed differences between this source and `state` depend on when the checkpoint was saved:
 
         - If the checkpoint was saved between two epochs, all settings and the data are allowed to differ.
-        - If it was saved between two cycles of an epoch, `cycle`, the number of ranks, `ranks_per_group` and the batch
-          size are allowed to differ, because the position then is a number of prompts over all ranks.
+        - If it was saved between two cycles of an epoch, the position is a number of prompts of all ranks together.
+          Four settings are therefore allowed to differ: `cycle`, the number of ranks, `ranks_per_group` and the batch
+          size.
         - If it was saved inside a cycle, the same four settings are allowed to differ, under two conditions. First, the
           number of prompts per rollout must stay the same. Second, if `cycle` changes, the finished fraction of the
           cycle must be a whole number of the new micro-steps.
 
         Raises:
-            ValueError: If the checkpoint was saved inside an epoch, and its seed or its number of prompts differs from
-                that of this source. For a stream, `shuffle_buffer` is compared instead of the number of prompts. For a
-                shuffled stream of several datasets, the numbers of their rows are compared, too.
-            ValueError: If the checkpoint was saved inside a cycle, and one of the two conditions above is not met.
+            ValueError: If the checkpoint was saved inside an epoch, and this source has another seed or another number
+                of prompts. For a stream, `shuffle_buffer` is compared instead of the number of prompts. For a shuffled
+                stream of several datasets, the number of rows of each dataset is compared, too.
+            ValueError: If the checkpoint was saved inside a cycle, and this source has another number of prompts per
+                rollout.
+            ValueError: If the checkpoint was saved inside a cycle, and the finished fraction of the cycle is not a
+                whole number of the new micro-steps.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

@@ -1,4 +1,4 @@
-"""reasoning-gym tasks: checks of their settings, data files with their items, and verifiers for the reward.
+"""Checks settings of reasoning-gym tasks, writes the tasks' items to files, and creates verifiers for the reward.
 
 reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760) has about a hundred question generators, each with an answer
 verifier.
@@ -313,14 +313,14 @@ def row(task: str, config: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
 
 
 def write_entry(entry: Entry) -> str:
-    """Serialize an item as a Python literal for `read_entry`. Tuples stay tuples, and number keys stay numbers.
+    """Serialize an item as a Python literal for `read_entry`. Tuples stay tuples, and numeric keys stay numbers.
 
-    JSON would turn tuples into lists and number keys into strings. The verifiers of `arc_agi` and `rearc` would then
-    score a correct answer as wrong. The item must be stored, because the items of some tasks depend on Python's hash
-    seed.
+    In JSON, tuples would become lists, and numeric keys would become strings. The verifiers of `arc_agi` and `rearc`
+    would then score a correct answer as wrong. The item must be stored and not generated again, because the items of
+    some tasks depend on Python's hash seed.
 
     Raises:
-        ValueError: If the item has values other than text, numbers, None, and lists, tuples, sets and mappings of them.
+        ValueError: If the item has a value that cannot be written as a Python literal, such as infinity or a date.
     """
     text = repr(_plain(entry))
     try:

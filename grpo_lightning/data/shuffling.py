@@ -176,10 +176,10 @@ def _convert(item: tuple[int, tuple[int, tuple[Any, Callable[[Any, int], Measure
 
 
 def mix_parts(parts: Sequence[Iterable[T]], seed: int) -> Iterator[tuple[int, T]]:
-    """Mix the rows of several parts. Each row is the next row of a part that is sampled at random.
+    """Mix the rows of several parts. For each row, a part is sampled at random, and the part's next row is yielded.
 
-    If the number of rows of every part is known, a part is sampled in proportion to its rows that are left. Otherwise,
-    all parts that are not at their end are sampled equally.
+    If the number of rows of every part is known, a part is sampled in proportion to the number of its rows that are
+    left. Otherwise, all parts that have rows left are sampled with the same probability.
 
     Yields:
         A number that identifies the row, and the row. The number does not depend on `seed`.
@@ -304,7 +304,7 @@ Prompts: TypeAlias = Sequence[Prompt] | LazyPrompts | PromptStream
 def known_prompts(prompts: Prompts) -> list[Prompt]:
     """The prompts that are known before training.
 
-    These are all prompts of a list, and only the first prompts of other data.
+    Every prompt of a list is known. For other data, only the first prompts are known.
     """
     return prompts.head() if isinstance(prompts, LazyPrompts | PromptStream) else list(prompts)
 

@@ -122,7 +122,10 @@ def precision_of(precision: str | int | None, dtype: str) -> Precision:
 
 @dataclass(frozen=True)
 class Division:
-    """Number of ranks over which a strategy shards each state (1 if it is not sharded), and the offloaded states."""
+    """How a strategy shards and offloads weights, gradients and optimizer states.
+
+    Each of the first three fields is the number of ranks over which a state is sharded; 1 if the state is not sharded.
+    """
 
     weights: int = 1
     gradients: int = 1
@@ -450,7 +453,7 @@ def format_ranks(ranks: int) -> str:
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """Split a part that `model.offload` names into one on the device (training) and one on the CPU (sampling)."""
+    """If `model.offload` names a part, split it: one part on the device (training), one on the CPU (sampling)."""
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -479,10 +482,10 @@ def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def head_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """The float32 copies that a float32 head makes of 16-bit weights in each pass, and their gradient.
+    """Float32 copies of the head's 16-bit weights, and the gradient of a copy if the head is trained.
 
-    If logits are sliced (`policy.head_chunk_size`), only one copy exists at a time. If not, each pass that is not
-    recomputed keeps its copy for the backward pass.
+    A float32 head makes one copy in each pass. If logits are sliced (`policy.head_chunk_size`), only one copy exists at
+    a time. If logits are not sliced, each pass that is not recomputed keeps its copy for the backward pass.
     """
     width = settings.widths.compute if settings.division.gathers_layers else settings.widths.weights
     size = 4 * model.vocab_size * model.hidden_size * (settings.has_float32_head and width < 4)
@@ -622,7 +625,7 @@ def update_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager: bool = False) -> int:
-    """Activation bytes of one decoder layer that the forward pass keeps for the backward pass.
+    """Bytes of the activations that the forward pass of one decoder layer keeps for the backward pass.
 
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
     layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels and no dropout. Numbers have c bytes in

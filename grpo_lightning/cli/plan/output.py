@@ -183,11 +183,12 @@ def print_memory(
 ) -> str | None:
     """Print the table of parts, the peak, and the comparison with the device.
 
-    `uses_device` is False for a run on the CPU that is compared with a GPU of this machine.
+    `uses_device` is False if the run is on the CPU and `device_gib` is None. The run is then compared with the GPU of
+    this machine, if there is one.
 
     Returns:
-        An error message with settings that reduce memory, if the run does not fit the device, or vLLM does not fit its
-        share. None if the run fits, if no device's memory is known, or if `uses_device` is False.
+        An error message if the run does not fit the device, or if vLLM does not fit its share. The message suggests
+        other settings. None if the run fits, if no device's memory is known, or if `uses_device` is False.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
@@ -275,7 +276,7 @@ def verdict(share: float) -> str:
 
 
 def levers(model: ModelSizes, settings: MemorySettings, moment: str) -> list[str]:
-    """Settings that would reduce the memory of a phase, those that cost the least time first."""
+    """Settings that would reduce the memory of a phase."""
     division, batch, is_full = settings.division, settings.batch, not model.num_adapters
     has_copy = settings.has_reference and is_full and not division.offloads_weights
     found = [

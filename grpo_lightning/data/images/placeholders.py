@@ -26,8 +26,9 @@ def place_images(
     placeholders nor image parts, all images are prepended to the first user turn.
 
     Returns:
-        The messages, in which every content is a list of parts, and all images, in the order of the image parts. For a
-        chat without images, the result is the unchanged messages and an empty list.
+        Two lists. The first one has the messages, with every content converted to a list of parts. The second one has
+        all images, in the order of the image parts. For a chat without images, the messages are unchanged, and the
+        second list is empty.
 
     Raises:
         ValueError: If the number of images in the image column differs from the number of places for them in the

@@ -230,10 +230,11 @@ class ImageCounts:
         """Check that a dataset entry with an `image_root` has images.
 
         An entry without an `image_root` of its own is possibly text-only on purpose. For such an entry, the data
-        module's `image_root` (`run_root`) is checked only if a column that is not read as images has image paths.
+        module's `image_root` (`run_root`) is checked only if the entry has image paths in an unread column (`unread`).
 
         Raises:
-            ValueError: If a root is checked, but no row has images. With `has_more_rows`, a warning is logged instead.
+            ValueError: If a root is checked, but no row has an image or an image column. With `has_more_rows`, a
+                warning is logged instead.
         """
         if source in self.unread:
             image_root = image_root or run_root

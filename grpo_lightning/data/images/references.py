@@ -232,7 +232,7 @@ class ImageFinder:
             what: The value's place in the row, for error messages.
 
         Returns:
-            The reference. If `value` has none of these forms, or is a web URL, no error is raised here, but when the
+            The reference. If `value` is invalid or a web URL, this method raises no error. An error is raised when the
             reference is read.
         """
         if isinstance(value, ImageRef):
@@ -305,9 +305,10 @@ def has_empty_column(columns: Mapping[str, Any]) -> bool:
 
 
 def unread_column(columns: Mapping[str, Any]) -> str | None:
-    """Name of a column that possibly holds images, for a row with neither `image` nor `images`, or None.
+    """Name of a column that possibly holds images but is not read as images; None if there is no such column.
 
-    Columns such as `image_path` and `img` are not read as images, because they can be meant for a reward.
+    If the row has a column `image` or `images`, the result is None. Columns such as `image_path` and `img` are not read
+    as images, because they can be meant for a reward.
     """
     if any(name in columns for name in IMAGE_COLUMNS):
         return None
