@@ -733,9 +733,9 @@ NO_CHANCE = -1e4
 def token_values(
     logits: Tensor, ids: Tensor, temperature: float, never: Sequence[int] = (), *, trains_entropy: bool = False
 ) -> Tensor:
-    """[..., 2] log-prob and entropy of tokens [...] under logits [..., V], with the tokens `never` excluded.
+    """[..., 2] log-prob and entropy of tokens [...] under logits [..., V].
 
-    The entropy has a gradient only with `trains_entropy`.
+    The tokens in `never` have probability 0. The entropy has a gradient only if `trains_entropy` is true.
     """
     # In some model families, the id of the image placeholder is beyond the vocabulary of the head.
     if known := [token for token in never if token < logits.shape[-1]]:

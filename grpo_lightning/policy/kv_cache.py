@@ -654,7 +654,7 @@ class SharedPrompts(Cache):
 
 
 def merge_parts(of_own: Tensor, own_sum: Tensor, of_prompt: Tensor, prompt_sum: Tensor) -> Tensor:
-    """Merge attention to the prompt and attention to the completion by the formula in `SharedPrompts`.
+    """Merge the attention outputs for the prompt and for the completion by the formula in `SharedPrompts`.
 
     Args:
         of_own: [..., head size], o_c.

@@ -120,8 +120,8 @@ def adapter_config(adapter: str) -> Any:
     Raises:
         FileNotFoundError: If the adapter cannot be found.
         ValueError: If the adapter is not LoRA.
-        ValueError: If the adapter trains biases or the embeddings of single tokens, which cannot be switched off for
-            the reference.
+        ValueError: If the adapter trains biases.
+        ValueError: If the adapter trains the embeddings of single tokens.
         ValueError: If the adapter is aLoRA.
         ValueError: If the adapter's initialization changed the base's weights in a way that cannot be repeated.
     """

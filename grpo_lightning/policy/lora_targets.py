@@ -123,9 +123,10 @@ def saved_modules(
 
     Raises:
         ValueError: If a suffix matches no module.
-        ValueError: If a suffix matches a module that has no weights, quantized weights, or weights that are tied to
-            those of another module.
-        ValueError: If peft would select more modules than this function. In peft, a suffix can start within a
+        ValueError: If a suffix matches a module without weights.
+        ValueError: If a suffix matches a module with quantized weights.
+        ValueError: If a suffix matches a module with weights that are tied to the weights of another module.
+        ValueError: If peft would select more modules than this function selects. In peft, a suffix can start within a
             component, so `head` also matches `lm_head`.
         ValueError: If a selected module is part of another selected module.
     """

@@ -137,9 +137,9 @@ def make_reference(
 def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`).
 
-    The checksums show whether a resumed run made the same reference again. If the reference is an adapter, or the
-    policy without adapters, the weights of the base have separate checksums. Weights that ZeRO-3 partitioned while the
-    model was loaded are skipped.
+    The checksums show whether a resumed run made the same reference again. If the reference is an `OtherAdapter`,
+    the weights of the base have separate checksums. Weights that ZeRO-3 partitioned while the model was loaded are
+    skipped.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -162,9 +162,9 @@ def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
 
 
 def frozen_copy(policy: nn.Module, *, shares_frozen: bool = True) -> nn.Module:
-    """Copy the policy with its current weights, frozen.
+    """Copy the policy with its current weights, and freeze the copy.
 
-    The policy is not loaded again by its name, because it could have been changed after loading.
+    The copy is not loaded from the policy's checkpoint, because the policy's weights can differ from the checkpoint.
     """
     shared = {id(weight): weight for weight in policy.parameters() if not weight.requires_grad} if shares_frozen else {}
     reference = copy.deepcopy(policy, shared)

@@ -56,7 +56,7 @@ class Sharding:
         yield
 
     def reshard(self, model: nn.Module) -> None:
-        """Free the full weights that a forward pass without a backward pass has left gathered."""
+        """Free the gathered weights that a forward pass without a backward pass keeps in memory."""
 
     def whole(self, parameter: Tensor) -> Tensor:
         """Gather the full value of a parameter. Collective: all ranks must call this."""

@@ -171,7 +171,7 @@ def _forgive_frozen(frozen: FrozenWeights, module: nn.Module, keys: Any) -> None
 
 
 def dropped_keys_filter(owner: nn.Module, frozen: FrozenWeights) -> Callable[[str], bool]:
-    """Make the predicate that is True for keys of the state dict that checkpoints leave out."""
+    """Make the predicate that is True for a key of the state dict if checkpoints leave this key out."""
     never_trained = frozen.never_trained(owner)
     trained = {name for name, _ in all_parameters(owner)} - never_trained
     # A reference that was updated is saved separately, unsharded.

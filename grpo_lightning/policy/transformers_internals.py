@@ -117,7 +117,7 @@ def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments that the model's forward names, and rename `cache` to the model's name for its KV cache."""
+    """Keep the arguments in the signature of the model's forward. `cache` gets the model's name for a KV cache."""
     if "cache" in arguments and (name := cache_argument(model)):
         arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}

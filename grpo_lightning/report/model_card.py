@@ -84,7 +84,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def of_policy(policy: str) -> str:
-    """Write the initial policy in Markdown, as a link to the hub or a folder's name."""
+    """Write the initial policy in Markdown. A hub name becomes a link, and a path becomes the folder's name."""
     return f"[{policy}](https://huggingface.co/{policy})" if is_hub_name(policy) else f"`{Path(policy).name}`"
 
 

@@ -196,7 +196,8 @@ def has_incomplete_line(path: Path, end: int) -> bool:
 def read_metrics(path: Path) -> dict[str, list[list[float | None]]]:
     """Read `metrics.csv` as [steps, values] by metric. Values that are not finite are None.
 
-    An incomplete last row is left out. The last value of a step counts, because a resumed run logs the step again.
+    An incomplete last row is left out. If a metric has several values for the same step, the last value is used. A
+    resumed run logs some steps again.
     """
     points: dict[str, dict[int, float | None]] = {}
     if not path.is_file():
@@ -302,7 +303,10 @@ def merge_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def thin_out(counts: Mapping[int, int], limit: int) -> set[int]:
-    """Choose rollouts at equal distances, with at most `limit` completions (but at least one rollout)."""
+    """Choose rollouts at equal distances, so that the chosen rollouts together have at most `limit` completions.
+
+    The last rollout is always chosen, even if it has more than `limit` completions.
+    """
     rollouts = list(counts)
     for distance in range(1, len(rollouts) + 1):
         chosen = rollouts[::-1][::distance]  # with the last rollout, which shows what was learned

@@ -114,12 +114,15 @@ class Accuracy(AnswerReward):
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
        value.
-    2. The ground truth has several different numbers, but is not one expression such as a set or a sum. An answer with
-       the same words is right. For any other answer, the first of these cases that fits decides:
+    2. If the ground truth has several different numbers, and is not one expression such as a set or a sum, these cases
+       are tried in order:
 
+       - The answer has the same words as the ground truth: right.
        - The ground truth has several sentences or lines (a worked solution): no value.
-       - The answer consists of several numbers ("10 and 5"): wrong.
+       - The answer consists of several numbers ("10 and 5"), or is negated ("not 10"): wrong.
        - The ground truth is one calculation ("3x = 12 => x = 4"), and the answer equals the result: right.
+       - The answer equals the number that math-verify reads from the ground truth ("20/2" for "10 apples (5 red)"): no
+         value.
        - The answer has numbers, and all of them occur in the ground truth ("5" for "10 apples (5 red)"): no value.
        - Otherwise: wrong.
 
@@ -359,7 +362,8 @@ def delimit(text: str) -> str:
 def is_formula(text: str) -> bool:
     """Whether the whole text is mathematics, rather than text with a number in it.
 
-    Words are not mathematics, because math-verify would parse a word as a product of letters ("god" equals "dog").
+    If the text has a word but no LaTeX command, the result is False. math-verify would parse the word as a product of
+    letters ("god" would equal "dog").
     """
     if "\\" in text:
         return True

@@ -114,7 +114,8 @@ def chat_answer(text: str, finish_reason: str = "stop") -> str | None:
 
     The whole text at that place is the answer. A negated answer ("not 7") is no answer.
 
-    With the finish reason "length", only closed tags and boxes are read from the last line.
+    If the finish reason is "length", the last line may be incomplete. Places 2 and 3 are then searched for only in the
+    lines before the last line, and place 4 is not tried.
     """
     tagged = between_answer_tags(text)
     final = readable(after_reasoning(text) if tagged is None else tagged)

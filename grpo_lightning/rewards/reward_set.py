@@ -170,7 +170,7 @@ class RewardSet:
     ) -> Scoring:
         """Start each reward on the prompts to which it applies (`Prompt.rewards`).
 
-            total[n, g] = sum over rewards r that apply to group n of weight[r] * value[r, n, g]
+            total[n, g] = sum of weight[r] * value[r, n, g] over all rewards r that apply to group n
 
         A reward applies to a group if it is called for the group's prompt, and gives a value to at least one
         completion. A completion to which such a reward gives no value is not scorable, and its total is NaN. If no

@@ -535,7 +535,11 @@ def arguments(reward: WeightedReward, groups: Sequence[Group], context: CallCont
 
 
 def alias_arguments(reward: WeightedReward, lists: ArgumentLists, contract: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the arguments in `ALIASES` except "images"; those of conversations only if the reward gets them."""
+    """Build the arguments in `ALIASES` except "images".
+
+    An argument for conversations is built if the reward names this argument, or if a completion is a conversation.
+    `environments` is built only if the reward names it.
+    """
     groups, prompts = lists.groups, [group.prompt for group in lists.groups]
     names = [f"{prompt.source}/{prompt.index}" for prompt in prompts]
     sources = [[image.source for image in prompt.images] for prompt in prompts]

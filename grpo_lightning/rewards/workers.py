@@ -382,10 +382,11 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the supervisor has loaded the rewards. A reward that it cannot load will run in this process.
+        """Wait until the supervisor has loaded the rewards. A reward that cannot be loaded will run in this process.
 
         Raises:
-            RuntimeError: If loading times out, or the supervisor ends while it loads the rewards.
+            RuntimeError: If the supervisor does not load the rewards within `START_SECONDS`.
+            RuntimeError: If the supervisor ends before it has loaded the rewards.
         """
         self.start()
         if not self._places:

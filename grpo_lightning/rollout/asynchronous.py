@@ -1,10 +1,10 @@
 """Asynchronous rollouts sample the groups of the next rollouts in the background while the policy trains.
 
 A cycle is one rollout and all training on this rollout. S is `model.max_staleness`. At the start of cycle k, the groups
-of cycle k are taken, and then the groups of cycle k + S are requested. The engine samples them with the policy's
-weights at the start of cycle k. When a completion is trained on, the policy's weights are therefore at most S cycles
-newer than the weights that sampled the completion. Groups in flight have been requested, but not taken yet. Checkpoints
-contain no groups in flight, so a resumed run samples these groups again.
+of cycle k are taken, and then the groups of cycle k + S are requested. The engine samples the groups of cycle
+k + S with the weights that the policy has at the start of cycle k. At the start of a cycle, the policy's weights are
+therefore at most S cycles newer than the weights that sampled the cycle's groups. Groups in flight have been requested,
+but not taken yet. Checkpoints contain no groups in flight, so a resumed run samples these groups again.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def detections(text: str) -> list[Detection] | None:
 
 
 def has_json_box(answer: str) -> bool:
-    """Whether an answer is a JSON object with a box, or a list with one."""
+    """Whether an answer is a JSON object that contains a box, or a JSON list with at least one such object."""
     answer = answer.strip()
     value = _parse_json(_in_fences(answer) if answer.startswith(_FENCE) and answer.endswith(_FENCE) else answer)
     items = value if isinstance(value, list) else [value]
@@ -109,12 +109,15 @@ def gold_box(answer: Any, column: str) -> Box | None:
 
 
 def gold_detections(answer: Any, column: str) -> list[Detection] | None:
-    """Parse the ground-truth objects of a row from mappings with `bbox_2d` and `label`, or text (see `detections`).
+    """Parse the ground-truth objects of a row.
 
-    `[]` and the string "None" mean no objects. For the value None or an empty string, the result is None.
+    `answer` is a text (see `detections`), a mapping with `bbox_2d` and `label`, or a list of such mappings. `[]` and
+    the string "None" mean no objects. For the value None or an empty string, the result is None.
 
     Raises:
-        ValueError: If `answer` is not a list of objects, or an object has no label, no box, or a box without area.
+        ValueError: If `answer` has another form, or is a text that `detections` cannot parse.
+        ValueError: If an object has no label, or no box.
+        ValueError: If the box of an object has no area.
     """
     if answer is None or (isinstance(answer, str) and not answer):
         return None

@@ -289,7 +289,9 @@ def check_sandbox(limits: Limits) -> list[str]:
         `limits.allow_file_reads` is true, otherwise [].
 
     Raises:
-        SandboxError: If the sandbox does not start, or if any other attempt to break out succeeds.
+        SandboxError: If the sandbox does not start, or cannot run `PROBE`.
+        SandboxError: If `PROBE` can do a forbidden action. If `limits.allow_file_reads` is true, reading a file is not
+            forbidden.
     """
     with Sandbox(PROBE, limits) as sandbox:
         ended = sandbox.run_main(b"", seconds=START_SECONDS, max_output=1000)

@@ -52,13 +52,17 @@ class PlainError(Exception):
 
 
 class ProgramError(Exception):
-    """Raised in tests if the program ended, raised an exception of its own type, or returned an unusable value."""
+    """Raised in tests if the program ends, or returns a value that the tests cannot use.
+
+    A `ProgramError` also replaces some exceptions of the program (see `raised_error`).
+    """
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode a value for JSON, as a value of the builtin type.
+    """Encode a value for JSON, by the table of this module.
 
-    `keep` encodes the parts of types that are not in the table of this module.
+    An object of a type in the table, or of a subclass, is encoded as the type in the table. `keep` encodes objects of
+    all other types.
 
     Raises:
         RecursionError: If `value` is nested too deeply, or contains itself.
