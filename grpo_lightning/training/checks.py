@@ -1,4 +1,4 @@
-"""Check that the settings of a run, its data loader and its trainer fit together."""
+"""Check that the settings, the data loader and the trainer of a run fit together."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ REFUSED_CALLBACKS = {
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Check callbacks, strategy and gradient settings. Raises: ValueError if one is not supported or invalid."""
+    """Check callbacks, strategy and gradient settings. Raises: ValueError if one of them is unsupported or invalid."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Every Trainer has an idle GradientAccumulationScheduler.
         is_idle = getattr(callback, "scheduling", None) == {0: trainer.accumulate_grad_batches}
@@ -537,7 +537,10 @@ def check_conversation(environment: Any, settings: Any, rewards: Sequence[Weight
 
 
 def check_turn_credit(turn_credit: float, objective: Objective) -> None:
-    """Raise ValueError if turns have their own credit, but the objective uses one advantage per completion."""
+    """Check that the objective supports `turn_credit`. Raises: ValueError if not.
+
+    An objective with one advantage or one loss per completion supports only the value 0.
+    """
     if not turn_credit:
         return
     if not surrogate_of(objective).takes_turn_credit:

@@ -119,7 +119,7 @@ def check_images(trainer: L.Trainer) -> None:
 
 
 def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
-    """Prompts of the data module's datasets and of the prompt sources passed to the trainer.
+    """Prompts of the data module's datasets and of the trainer's prompt sources.
 
     If a dataset is streamed or read lazily, only its first prompts are known.
     """
@@ -127,12 +127,12 @@ def known_data(trainer: L.Trainer) -> list[list[Prompt]]:
 
 
 def training_sets(trainer: L.Trainer) -> list[Any]:
-    """Training datasets of the data module and of the prompt sources passed to the trainer."""
+    """Training datasets of the data module and of the trainer's prompt sources."""
     return _data_sets(trainer, ["train_prompts"], [trainer.fit_loop])
 
 
 def evaluation_sets(trainer: L.Trainer) -> list[Any]:
-    """Validation, test and prediction datasets of the data module and of the prompt sources passed to the trainer."""
+    """Validation, test and prediction datasets of the data module and of the trainer's prompt sources."""
     return _data_sets(trainer, ["val_prompts", "test_prompts"], reading_loops(trainer)[1:])
 
 
@@ -185,11 +185,11 @@ def sources_in(loaders: Any) -> list[PromptSource]:
 
 
 def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
-    """Check for truncated prompts, because descriptions of tools cannot be added to their token ids.
+    """Check for truncated prompts, because descriptions of tools cannot be added to a truncated prompt.
 
     Raises:
-        ValueError: If the environment has tools, and a known prompt is truncated or the data module truncates long
-            prompts.
+        ValueError: If the environment has tools, and if a known prompt is truncated or the data module truncates
+            long prompts.
     """
     if conversations is None or not conversations.schemas:
         return
@@ -344,8 +344,8 @@ def check_readers(reward_set: RewardSet, metrics: Sequence[Any], loader: PolicyL
     """Check the box coordinates of rewards, metrics and callbacks.
 
     Raises:
-        ValueError: If a metric or callback reads the same column of ground-truth boxes as rewards that all have other
-            `gold_coordinates`.
+        ValueError: If a metric or callback reads the same column of ground-truth boxes as some rewards, and none of
+            these rewards has the same `gold_coordinates` as the metric or callback.
         ValueError: If a reward, metric or callback has `coordinates: auto`, and the data contains images, but the
             coordinate system of the multimodal policy is not known.
     """

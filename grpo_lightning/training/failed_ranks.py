@@ -1,4 +1,4 @@
-"""If a rank fails, the first rank ends the others, and logs each rank that a signal had ended."""
+"""If a run fails or stops, end the ranks that Lightning launched. Log each rank that a signal has ended already."""
 
 from __future__ import annotations
 

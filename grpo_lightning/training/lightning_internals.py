@@ -109,8 +109,8 @@ def loss_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 def clipping_unscaled(trainer: L.Trainer) -> Iterator[None]:
     """Context in which Lightning can clip the gradients of fused optimizers, if the loss is not scaled (bf16-mixed).
 
-    With mixed precision, Lightning refuses to clip the gradients of fused optimizers, because these unscale only in
-    their step.
+    With mixed precision, Lightning refuses to clip the gradients of fused optimizers, because a fused optimizer
+    unscales its gradients after the clipping, in its step.
     """
     plugin: Any = trainer.precision_plugin
     if not (isinstance(plugin, MixedPrecision) and plugin.scaler is None):
@@ -171,7 +171,7 @@ def forget(item: Any) -> None:
 
 
 def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Make a checkpoint callback treat a step as already saved, which Lightning omits in a resumed run."""
+    """Make a checkpoint callback treat a step as already saved."""
     callback._last_global_step_saved = step
 
 
@@ -187,10 +187,10 @@ def micro_steps_done(trainer: L.Trainer) -> int:
 
 
 def num_training_steps(trainer: L.Trainer) -> float:
-    """Number of optimizer steps of a run, including those before a resume; infinity if the run has no end.
+    """Number of optimizer steps of a run, including those before a resume.
 
-    The number is -1 if only `max_epochs` ends the run, and the length of an epoch is unknown. Call this function only
-    after the loaders are set up.
+    If neither `max_steps` nor `max_epochs` limits the run, the number is infinity. If only `max_epochs` limits the run,
+    and if the length of an epoch is unknown, the number is -1. Call this function only after the loaders are set up.
 
     In a resumed run with `max_epochs`, `Trainer.estimated_stepping_batches` can be wrong, because earlier epochs can
     have had another number of steps.
@@ -260,8 +260,11 @@ def set_position(loops: dict[str, Any]) -> None:
 def restore_position(trainer: L.Trainer) -> None:
     """Restore the training loader's position in a resumed run.
 
-    Lightning does not restore the position if the checkpoint was saved between two epochs, or if `configure_optimizers`
-    reads the number of steps, because the loader is then set up too early.
+    Lightning itself does not restore the position in two cases:
+
+    - `configure_optimizers` reads the number of steps. Lightning then sets up the loader before it reads the position
+      in the checkpoint.
+    - The checkpoint was saved between two epochs, and the run has no `max_steps`.
     """
     loop: Any = trainer.fit_loop
     if isinstance(trainer.train_dataloader, PromptSource) and loop._combined_loader_states_to_load:

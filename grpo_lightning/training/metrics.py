@@ -481,7 +481,7 @@ class UpdateLog(L.Callback):
         self.log_norm(pl_module, None if norm is None else norm / loss_scale(trainer, optimizer))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the seconds, and the gradient norm if the strategy provides it only after the step."""
+        """At the end of a step, log the seconds. If the gradient norm was unknown before, log the norm as well."""
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if ends_step:
             wait_for(pl_module.device)

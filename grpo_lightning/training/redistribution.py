@@ -78,7 +78,7 @@ def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams
         This rank's part of the cycle, without `MicroBatch.num_chunks`.
 
     Raises:
-        ValueError: If a micro-batch does not state which completions it contains (from an overridden `split_rollout`).
+        ValueError: If an overridden `split_rollout` has not set `MicroBatch.groups` and `MicroBatch.numbers` correctly.
     """
     updates = [list[SavedRow]() for _ in saved[0]["counts"]]
     has_images = False

@@ -6,10 +6,11 @@ f[e] is the fraction of tokens that are sent to expert e, and P[e] is the mean r
 (`functional.routing.load_balancing_loss`). Both are means over all tokens of the optimizer step, on all ranks. A prompt
 counts once for each of its completions.
 
-The loss is linear in P, so each micro-batch adds a share, computed with f and its own router probabilities. Even the
-first share needs the f of the entire step. So before the step, the policy processes all micro-batches except the first
-one in an additional pass without gradients. The forward pass that trains on the first micro-batch then completes f. The
-additional pass runs without adapter dropout (`policy.lora.dropout`), so f is only approximate with dropout.
+The loss is linear in P, so it is a sum with one share for each micro-batch. Each share depends on f and on the router
+probabilities of its micro-batch. Even the first share needs the f of the entire step. So before the step, an
+additional pass without gradients processes all micro-batches except the first one. The forward pass that trains on the
+first micro-batch then completes f. If the policy has adapter dropout (`policy.lora.dropout`), f is approximate, because
+the additional pass runs without dropout.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ class RunState:
     def state_dict(self, trainer: L.Trainer) -> dict[str, Any]:
         """The state at the end of the latest optimizer step.
 
-        With several ranks, it contains neither the cycle nor the reference, which `write_rank_files` saves in files.
+        With several ranks, the state contains neither the cycle nor the reference. Instead, `write_rank_files` saves a
+        pending cycle and an updated reference in files.
         """
         is_alone, end = ranks.world_size() == 1, self.last_step_end(trainer)
         weights = self.reference.moved_weights() if is_alone and self.reference is not None else None

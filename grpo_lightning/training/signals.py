@@ -78,9 +78,11 @@ class RequeueAtStepEnd(L.Callback):
 class GracefulStop(L.Callback):
     """Turns the first SIGINT, SIGTERM or SIGHUP of a training run into a stop at the end of the current optimizer step.
 
-    At the end of the step, all ranks save a checkpoint, and the run ends without validation. It does not end the epoch,
-    because a resumed run would then skip the rest of the epoch's data. A further Ctrl-C goes to the previous signal
-    handlers. A further SIGTERM or SIGHUP is ignored, and so is a second Ctrl-C within `REPEAT_SECONDS`.
+    At the end of the step, all ranks save a checkpoint, and the run ends without validation. A resumed run continues
+    with the rest of the epoch's data.
+
+    A further SIGTERM or SIGHUP is ignored. A second Ctrl-C within `REPEAT_SECONDS` of the first one is ignored as well.
+    Any other further Ctrl-C goes to the previous signal handler.
 
     SIGHUP means that the terminal was closed or that the SSH connection broke. All further output goes to `os.devnull`
     then, because a write to a closed terminal raises an error. If the process ignores SIGHUP, as under `nohup`, or has
@@ -233,7 +235,7 @@ class GracefulStop(L.Callback):
 
 
 def words_without_checkpoint(step: int, newest: Path | None) -> str:
-    """Message that no checkpoint was saved at `step`, with the newest checkpoint of the run."""
+    """Message that no checkpoint was saved at `step`. The message names `newest`, the newest checkpoint of the run."""
     found = (
         "This run has no checkpoint."
         if newest is None

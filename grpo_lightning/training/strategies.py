@@ -49,14 +49,16 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     Args:
         stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
         config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that the other
-            arguments define. But at stage 3, the `stage3_*` arguments still fill missing keys. Each "auto" is replaced
-            by the setting of the trainer or the strategy argument of the same name.
+            arguments define. But at stage 3, the `stage3_*` arguments still fill missing keys. An "auto" in
+            `zero_optimization` is replaced by the strategy argument of the same name. An "auto" for batch size,
+            accumulation, clipping or precision is replaced by the run's setting.
         stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. Sampling, scoring and
             training call the modules in different orders, so prefetching is useless.
         stage3_param_persistence_threshold: Stage 3: weights with fewer elements stay unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
-        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads them with the policy.
+        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads the frozen weights
+            with the policy.
         logging_batch_size_per_gpu: Batch size only for DeepSpeed's throughput logging.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
@@ -317,15 +319,16 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Shards weights, gradients and optimizer states over all devices (FSDP2), and gathers weights layer by layer.
 
     With `num_replicas` above 1, sharding is hybrid (HSDP). Each copy of the weights (replica) is sharded over an equal
-    share of the devices, which have consecutive ranks. Weights are gathered only within a replica.
+    share of the devices. The devices of a replica have consecutive ranks. Weights are gathered only within a replica.
 
     Args:
-        data_parallel_size: Number of devices of the run; "auto" finds it.
+        data_parallel_size: Number of devices of the run; "auto" finds this number.
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 writes one
             file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
-        num_replicas: Number of copies of the sharded weights. If it is the number of nodes, layers are gathered
-            within a node. Memory per device grows by this factor.
+        num_replicas: Number of copies of the sharded weights. With one copy per node, layers are gathered within a
+            node. Weights, gradients and optimizer states take `num_replicas` times as much memory per device as with
+            one copy.
     """
 
     def __init__(
@@ -346,7 +349,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         Lightning would set "auto" to the number of nodes.
 
         Raises:
-            ValueError: If `data_parallel_size` is not the number of devices, or `num_replicas` does not divide it.
+            ValueError: If `data_parallel_size` is a number other than the number of devices, or if `num_replicas` does
+                not divide the number of devices.
         """
         num_devices = self.num_nodes * self.num_processes
         check_devices(num_devices, self.num_replicas, self._data_parallel_size)
