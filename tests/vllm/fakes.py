@@ -410,12 +410,16 @@ class FakeServer:
         """Answer a request."""
         route = urlsplit(request.path).path
         self.num_requests += 1
+        is_denied = request.headers["Authorization"] != f"Bearer {self.key}" and route.startswith(self.guarded)
         if self.redirect is not None:
             self.reply(request, 302, None)
-            return
-        if self.key and route.startswith(self.guarded) and request.headers["Authorization"] != f"Bearer {self.key}":
+        elif self.key and is_denied:
             self.reply(request, 401, {"error": "Unauthorized"})
-            return
+        else:
+            self.answer(request, route, body)
+
+    def answer(self, request: BaseHTTPRequestHandler, route: str, body: dict[str, Any]) -> None:
+        """Answer an allowed request."""
         fake = self.fake
         failure = self.failures[route].pop(0) if self.failures.get(route) else None
         status, answer = 200, None
