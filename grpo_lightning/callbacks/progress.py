@@ -49,12 +49,12 @@ GAP = "  "
 class ProgressBar(LightningProgressBar):
     """Shows the progress of a run in one line: phase, optimizer steps, rate, ETA, reward, and trend of the reward.
 
-    The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch and elapsed time.
-    Metrics logged with `prog_bar=True` are shown too. Rate and ETA are computed over the latest 100 steps. The trend is
-    an arrow, for which the rewards of the latest k rollouts (k is at most 20) are compared with the rewards of the k
+    The line fits 80 columns. A wider terminal also shows completion length, sampling speed, KL, epoch, elapsed time,
+    and the metrics that are logged with `prog_bar=True`. Rate and ETA are computed over the latest 100 steps. The trend
+    is an arrow. The arrow compares the rewards of the latest k rollouts (k is at most 20) with the rewards of the k
     rollouts before them. Small bars show the rewards of the entire run. During validation, test and prediction, the
-    line shows the number of finished batches. During sampling, it also shows the number of decoding steps and the
-    maximum of this number (`128/512 tokens`).
+    line shows the number of finished batches. While a training step or an evaluation samples completions, the line also
+    shows the number of decoding steps so far, and the maximum of this number (`128/512 tokens`).
 
     In a file (e.g. in a SLURM job), a line is printed at the start, every minute and at the end.
 
@@ -334,7 +334,8 @@ def training_text(state: State, width: int | None) -> Text:
 def laid_out(parts: Sequence[Part], width: int | None, fraction: float | None) -> Text:
     """Join the parts that fit into a line of `width` columns, or all parts if `width` is None.
 
-    A bar after the second part fills the free columns. Without `width` or `fraction`, there is no bar.
+    A bar follows the second part, and uses up to 40 free columns. There is no bar if `width` is None, if `fraction` is
+    None, or if the line is too narrow.
     """
     if width is None:
         return Text(", ".join(part.text.strip() for part in parts))

@@ -163,9 +163,10 @@ class RunSummary(StepMetrics):
 
 
 def places(trainer: L.Trainer, folder: Path, started_at: float = 0.0) -> Iterator[tuple[str, str]]:
-    """For each result, yield a label, and the path of the result or the command that creates it.
+    """For each result of a run, yield a label and the path of the result.
 
-    A report older than `started_at` lacks the latest steps, so the command is yielded instead.
+    If the report is missing, its path is replaced by the command that creates a report. The same applies to a report
+    that is older than `started_at`, because such a report lacks the latest steps.
     """
     folder = relative_path(folder)
     if folder.is_dir():

@@ -260,13 +260,13 @@ def members(hint: Any) -> list[Any]:
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """Return the class that the keys below a key configure; None if the user has to name it (`class_path`).
+    """Return the class whose arguments are the keys below a key; None if `class_path` has to name the class.
 
     The class is the first of these that exists:
 
     - the key's type, if this type is a dataclass
     - the class that the key's default names
-    - the key's type, if this type is a class of this package without subclasses
+    - the key's type, if this type is a class of this package and has no subclasses
 
     For a list, the type of the items is used as the key's type.
     """
@@ -303,7 +303,10 @@ def num_call_arguments(hint: Any) -> int:
 
 
 def named_classes(hint: Any) -> list[type]:
-    """Return the classes that a key accepts, with all subclasses, those of this package first."""
+    """Return the classes that a key accepts, and all their subclasses.
+
+    For each type that the key accepts, classes of this package come first.
+    """
 
     def below(kind: type) -> Iterator[type]:
         yield kind

@@ -127,8 +127,9 @@ class Problem(NamedTuple):
 def read_problem(message: str) -> Problem:
     """Extract the innermost problem from the parser's message.
 
-    In the message, problems are indented below their keys. If a key accepts several types, there is one problem for
-    each type, and the first problem of a nested key is chosen.
+    In the message, problems are indented below their keys. If a key accepts several types, the message has one problem
+    for each type. The first of these problems that is below a nested key is chosen. If there is none, all of these
+    problems are returned together.
     """
     names: list[str] = []
     text: list[str] = []
@@ -459,7 +460,10 @@ def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Sourc
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag `--key.name` if `key` takes one value of any type. The parser accepts these flags."""
+    """Error message for a flag `--key.name` if `key` takes one value of any type; None without such a flag.
+
+    The parser itself raises no error for such a flag.
+    """
     any_kind = [key for key, own in keys.items() if set(members(own.hint)) - {type(None)} == {Any}]
     for place in (
         place for source in sources if source.is_flag for key in any_kind for place in places([source], [key])

@@ -159,7 +159,7 @@ def asked_key(args: Sequence[str]) -> str | None:
 
 
 def settings_below(text: str, key: str) -> str:
-    """Part of the full help `text` that describes a key and the keys below it.
+    """Find the entries of a key, and of all keys below this key, in the full help `text`.
 
     Raises:
         ConfigurationError: If there is no such key.

@@ -446,9 +446,10 @@ class Prompts(NamedTuple):
 def find_prompts(data: PromptDataModule, own: argparse.Namespace) -> Prompts:
     """Set up the data as `fit` does.
 
+    If the tokenizer for `max_prompt_length` is not found, no error is raised, but the data are not read.
+
     Raises:
-        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set. If the
-            tokenizer for `max_prompt_length` cannot be loaded, the data are not read, and no error is raised.
+        FileNotFoundError: If the data do not exist, and neither --prompt_tokens nor data.prepare is set.
     """
     why = "the data are streamed"
     if own.prepare:

@@ -95,8 +95,8 @@ class Precision:
     def residual(self) -> int:
         """Bytes per number in the residual stream, and in the keys that are cached for scoring.
 
-        Under autocast, both have 4 bytes, because autocast changes only matrix products, and rotary embeddings are
-        applied in float32.
+        Under autocast, both have 4 bytes per number. Autocast does not change the residual stream. Rotary embeddings
+        convert the keys to float32.
         """
         return 4 if self.is_mixed else self.compute
 

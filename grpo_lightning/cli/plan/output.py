@@ -183,12 +183,12 @@ def print_memory(
 ) -> str | None:
     """Print the table of parts, the peak, and the comparison with the device.
 
-    `uses_device` is False if the run is on the CPU and `device_gib` is None. The run is then compared with the GPU of
-    this machine, if there is one.
+    If `device_gib` is None, the peak is compared with the memory of this machine's GPU, if there is one. `uses_device`
+    is False for a run on the CPU without `device_gib`.
 
     Returns:
         An error message if the run does not fit the device, or if vLLM does not fit its share. The message suggests
-        other settings. None if the run fits, if no device's memory is known, or if `uses_device` is False.
+        other settings. None if both fit, if no device's memory is known, or if `uses_device` is False.
     """
     peaks = {moment: peak(parts, moment) for moment in MOMENTS}
     highest = max(MOMENTS, key=peaks.__getitem__)
