@@ -209,8 +209,8 @@ class MetricsLogger(CSVLogger):
 
     Args:
         save_dir: Folder of all runs.
-        name: Name of the run. If neither `name` nor `version` is set, the `grpo-lightning` command sets both to the
-            name and version of its run.
+        name: Name of the run. If neither `name` nor `version` is set, the `grpo-lightning` command uses the name and
+            the version of its run.
         version: Version of the run. If only `name` is set, the version is the next free number.
         prefix: Prefix of every metric name.
         flush_logs_every_n_steps: Write the rows every n steps. If n is above 1, a killed run loses the rows that are
@@ -256,7 +256,7 @@ class MetricsWriter(ExperimentWriter):
                 path.unlink()
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Record metrics. The first call of a resumed run removes old rows from this step on."""
+        """Record metrics. The first call after a resume removes the old rows of `step` and of all later steps."""
         if self.is_resumed and step is not None:
             self.is_resumed = False
             self.drop_from(step)
@@ -346,11 +346,14 @@ def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
     """Default checkpoint callbacks of `fit`, in addition to the recipe's own (`own`).
 
     By default, two checkpoints are kept: the newest that was saved at the end of an epoch, and the newest that was
-    saved during an epoch. If the recipe has checkpoint callbacks, these two checkpoints are not kept. But if all these
-    callbacks keep only the best checkpoints, the newest checkpoint during an epoch is still kept.
-    `OnExceptionCheckpoint` does not count as a checkpoint callback, because it saves nothing in a run without errors.
+    saved during an epoch. If the recipe has checkpoint callbacks, these two checkpoints are not kept. But if
+    `keeps_only_best` is true for all these callbacks, the newest checkpoint that was saved during an epoch is still
+    kept. `OnExceptionCheckpoint` does not count as a checkpoint callback, because it saves nothing in a run without
+    errors.
 
-    If the recipe has a `ModelCheckpoint` of its own, a `LastCheckpoint` also saves the last step of a run.
+    If the recipe has a `ModelCheckpoint` with a `save_top_k` other than 0, a `LastCheckpoint` is added. It saves the
+    last step of a run. But if the recipe has a `NewestCheckpoints`, no `LastCheckpoint` is added, because
+    `NewestCheckpoints` saves the last step itself.
     """
     own = [each for each in own if isinstance(each, Checkpoint) and not isinstance(each, OnExceptionCheckpoint)]
     saving = [callback for callback in own if isinstance(callback, ModelCheckpoint) and callback.save_top_k != 0]
@@ -366,7 +369,7 @@ def default_checkpoints(own: Sequence[L.Callback]) -> list[ModelCheckpoint]:
 
 
 def keeps_only_best(callback: ModelCheckpoint) -> bool:
-    """True if a callback keeps only the best checkpoints, and a run can resume from them."""
+    """True if a callback keeps only the best checkpoints and does not set `save_weights_only`."""
     return callback.monitor not in (None, "step") and callback.save_top_k > 0 and not callback.save_weights_only
 
 
@@ -379,7 +382,8 @@ def print_results(metrics: Mapping[str, float], console: Console | None = None, 
     Args:
         metrics: Values by log key, for example `val/reward`, `val/greedy/avg@1/low` and `val/loader_0/reward`.
         console: Console that prints the table; None prints to stdout.
-        solved: When a completion counts as solved, for a line below the table.
+        solved: Condition under which a completion counts as solved. A line below the table states this condition; ""
+            prints no line.
     """
     # The stage ("val", "test") is the title of the column.
     numbers: dict[str, dict[str, float]] = {"sampled": {}, "greedy": {}}

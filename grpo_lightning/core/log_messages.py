@@ -67,7 +67,7 @@ LINE_SECONDS = 60.0
 
 
 def redraws(stream: Any) -> bool:
-    """True if a line can be updated in place, that is, in a notebook, and in a terminal unless TERM is dumb."""
+    """True if a line can be updated in place (in a notebook, or in a terminal with a TERM other than "dumb")."""
     stream = unwrap(stream)
     if stream.isatty():
         return os.environ.get("TERM") != "dumb"

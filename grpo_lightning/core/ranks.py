@@ -103,7 +103,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the timeout of the collectives of a process group. In older versions of PyTorch, the function is private."""
+    """Set the timeout of the collectives of a process group."""
     run = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     run(timeout, group)
 

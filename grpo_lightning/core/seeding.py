@@ -12,7 +12,8 @@ import os
 def run_seed(seed: int | None) -> int:
     """Return `seed`, or the default seed if `seed` is None.
 
-    The default is the seed of `lightning.seed_everything` (CLI: `--seed_everything`). If that is not set, it is 0.
+    The default seed is the seed of `lightning.seed_everything` (CLI: `--seed_everything`). If no such seed is set,
+    the default seed is 0.
     """
     return int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
 

@@ -63,10 +63,10 @@ class PromptDataModule(L.LightningDataModule):
         num_workers: Number of threads. Before the run, they check images. While the policy trains, they decode the
             images of the next batch. For a stream, they convert rows to prompts in advance.
         shuffle_buffer: Number of rows that a stream keeps in memory. The next row is sampled from these rows.
-        prepare: Called once per machine before the files are read, to download or build them.
-        bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" stops the run
-            before any weights load and lists all bad rows. (The rows of a stream are checked when they are read. The
-            first bad row then stops the run.) "drop" removes the bad rows and logs how many there are.
+        prepare: Function that downloads or builds the files. It is called once per machine, before the files are read.
+        bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" lists the bad
+            rows, and stops the run before any weights are loaded. (The rows of a stream are checked when they are read.
+            The first bad row then stops the run.) "drop" removes the bad rows and logs them.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder that contains the file `json_path`, or the folder that `dataset` names.
     """
@@ -235,7 +235,7 @@ class PromptDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> PromptSource | list[Prompt]:
-        """A source that yields the validation prompts once, or an empty list if there are none."""
+        """A source that yields the validation prompts once; an empty list if there are no validation prompts."""
         return [] if self.val_prompts is None else self.once(self.val_prompts)
 
     def test_dataloader(self) -> PromptSource:

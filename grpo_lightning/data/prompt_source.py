@@ -36,10 +36,10 @@ class PromptSource:
     images, but a `PromptDataModule` can (`bad_images`).
 
     Args:
-        prompts: The dataset: prompts, texts or rows with a prompt column, in a list, a `datasets.Dataset`, or a
-            `datasets.IterableDataset` (a stream). If two prompts of a list have the same `index`, the `index` of each
-            prompt becomes its position in the list. In a dataset that is not a list, the `index` of a prompt is always
-            its position in the dataset.
+        prompts: The dataset: a list, a `datasets.Dataset`, or a `datasets.IterableDataset` (a stream). The items are
+            prompts, texts, or rows with a prompt column. If any two prompts of a list have the same `index`, every
+            prompt of this list gets its position in the list as its `index`. In a dataset that is not a list, the
+            `index` of a prompt is always its position in the dataset.
         batch_size: Prompts per rank and rollout. If `ranks_per_group` is above 1, this is the number per team of ranks.
         cycle: Micro-steps per rollout, as returned by `GRPOLightningModule.cycle_length(accumulate_grad_batches)`.
         shuffle: Shuffle the training prompts in a new order every epoch; False keeps the order of the data. Validation,

@@ -287,7 +287,7 @@ def entries(task: str, config: Mapping[str, Any], seed: int, indices: range) -> 
 
 
 def new_questions(later: list[Entry], *earlier: list[Entry]) -> list[Entry]:
-    """Select the items of `later` whose questions are in no list of `earlier`, in order and without duplicates."""
+    """Return `later` without items whose question is in `earlier` or in a previous item of `later`."""
     seen = {entry["question"] for known in earlier for entry in known}
     new = []
     for entry in later:

@@ -200,9 +200,9 @@ def teach_tower(
 ) -> None:
     """Train the vision tower.
 
-    An image token learns to encode one thing: the color, the shape and the box of the thing that covers most of the
-    token. The logit of a color is the dot product of the image token and the embedding of the color's name. The logits
-    of shapes are computed in the same way. The language model can therefore compare image tokens with word embeddings.
+    An image token learns to encode the color, the shape and the box of the thing that covers most of the token. The
+    logit of a color is the dot product of the image token and the embedding of the color's name. The logits of shapes
+    are computed in the same way. The language model can therefore compare image tokens with word embeddings.
     """
     scenes = varied_scenes(task, "tower", settings.num_tower_images)
     patches, labels = torch.cat(list(patches_in_parts(scenes, task, processor))), labels_of(scenes, task)

@@ -119,7 +119,7 @@ class ToolRecipe(Recipe):
 
 
 class CalculatorSums(PrepareDemo):
-    """Builds the demo's model and its rows of sums. Pass an instance to `PromptDataModule` as `prepare`.
+    """Builds the model and data of the calculator demo. Pass an instance to `PromptDataModule` as `prepare`.
 
     Args:
         folder: Output folder of `model/`, `train.jsonl` and `heldout.jsonl`; these files depend on the run's seed.

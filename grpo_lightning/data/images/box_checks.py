@@ -31,13 +31,16 @@ ROUNDING = 1
 
 
 def check_solution(solution: Any, sizes: Sequence[tuple[int, int]], boxes: Boxes) -> Any:
-    """Check the solution of a row with images. Returns: the solution, or for `norm1000` its box in pixels.
+    """Check the solution of a row with images.
 
     Text is parsed as JSON, with or without answer tags. `sizes` has the (width, height) of each image of the row.
 
     A box is valid if 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height. There is a tolerance of `ROUNDING`, but the part
     of the box inside the image must have a positive area. A box that ends within the first pixel of the image is
     refused, because its numbers are probably fractions of the image size.
+
+    Returns:
+        The unchanged solution. With `norm1000`, the box in pixels is returned instead, as a list of four numbers.
 
     Raises:
         ValueError: If a checked solution is not four numbers, has an invalid box, or belongs to a row with several

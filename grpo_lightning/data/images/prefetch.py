@@ -101,7 +101,7 @@ class ImageReader:
         self._start()
 
     def release(self, read: SharedRead) -> None:
-        """Stop counting a used image as read in advance, and start to read the next waiting image."""
+        """Remove a used image from `ahead`, and start to read the next waiting image."""
         with self.lock:
             self.ahead.discard(read)
         self._start()

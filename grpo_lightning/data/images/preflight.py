@@ -197,7 +197,7 @@ def _with_box(measured: Measured, sizes: Sequence[tuple[int, int]], boxes: Boxes
 
 @dataclass
 class ImageCounts:
-    """Counts of rows with and without images per source, and warnings about rows that possibly lack an image."""
+    """Counts each source's rows with and without images. Warns about rows that possibly lack an image."""
 
     with_images: Counter[str] = field(default_factory=Counter)
     empty: Counter[str] = field(default_factory=Counter)

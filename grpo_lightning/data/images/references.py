@@ -122,7 +122,9 @@ def openable_value(value: Any, folder: Path | None = None) -> Any:
     """Resolve `{"bytes": ..., "path": ...}`, the format in which `datasets` stores an image.
 
     Returns:
-        The bytes, the absolute path, or the decoded image if only `datasets` can open the path (`is_remote`).
+        - If `value` has bytes, the bytes.
+        - If `value` has no bytes, and only `datasets` can open the path (`is_remote`), the decoded image.
+        - Otherwise, the absolute path.
 
     Raises:
         ValueError: If `value` has neither bytes nor a path.
