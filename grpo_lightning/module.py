@@ -310,7 +310,7 @@ class GRPOLightningModule(L.LightningModule):
         A checkpoint does not contain these arguments of the run, so pass them again:
 
         - functions, and objects such as the engine and the environment;
-        - the policy and the tokenizer, if one of them was an object in memory.
+        - both the policy and the tokenizer, if the policy or the tokenizer was an object in memory.
 
         Raises:
             TypeError: If the call lacks `rewards`.
@@ -347,8 +347,8 @@ class GRPOLightningModule(L.LightningModule):
     def sample(self, prompts: Sequence[Prompt], indices: Sequence[int] | None = None) -> Rollout:
         """Sample G completions for each of N prompts.
 
-        If `max_staleness` is above 0, a prompt gets its group that was sampled in the background with older weights.
-        If there is no such group, it is sampled now.
+        If `max_staleness` is above 0, groups are sampled in the background, from older weights. For a prompt without
+        such a group, a group is sampled now, from the current weights.
 
         Args:
             prompts: N prompts of this rank.
@@ -627,7 +627,7 @@ class GRPOLightningModule(L.LightningModule):
         return select_tokens(self.actor, self.objective, micro_step.update, seed=derived_seed(*step, "selection"))
 
     def record_routing(self, micro_step: MicroStep) -> list[TokenLogprobs]:
-        """Record the routing of tokens, in an additional pass over the step's micro-batches except the first one."""
+        """Record the routing of tokens in an additional pass. This pass leaves out the step's first micro-batch."""
         actor = self.actor
         with torch.no_grad(), self.phase("routing"):
             return [actor.token_logprobs(batch) for batch in micro_step.update[1:]]

@@ -99,9 +99,10 @@ class Environment(ABC):
                 prompt is passed as `prompt`.
 
         Returns:
-            An `Observation`, which is placed at the end of the prompt; None adds nothing. In a chat, text is appended
-            to a last user message, or else becomes a new user message. Messages are appended to the chat. If the prompt
-            is plain text, the observation is appended without a separator.
+            An `Observation`, which is placed at the end of the prompt; None adds nothing. If the prompt is a chat that
+            ends with a user message, text is appended to this message. In any other chat, text becomes a new user
+            message. Messages are appended to the chat as new messages. If the prompt is plain text, the observation is
+            appended without a separator.
         """
         return None
 

@@ -239,7 +239,7 @@ def gmpo_surrogate(
     epsilon: float = 0.4,
     epsilon_high: float | None = None,
 ) -> Tensor:
-    """GMPO: the geometric mean of the clipped token ratios, which a single extreme ratio cannot dominate.
+    """GMPO: the geometric mean of the clipped token ratios of a completion.
 
         d = logprobs - old_logprobs
         c = min(d, epsilon_high) where A > 0, else max(d, -epsilon)
@@ -636,7 +636,7 @@ def aggregate(
         max_completion_length: The length limit of sampling, in tokens.
 
     Returns:
-        A scalar. If `mask` is False everywhere, it is 0 and still connected to the graph of `values`.
+        A scalar; 0 if `mask` is False everywhere. Even this 0 is connected to the graph of `values`.
 
     Raises:
         ValueError: If `by` is none of the three.

@@ -66,7 +66,7 @@ def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
 class UpdateDropout(nn.Dropout):
     """Dropout that is active only in forward passes with a gradient.
 
-    A recompute by activation checkpointing has a gradient too, so it drops the same activations.
+    A recompute (activation checkpointing) drops the same activations as the forward pass that it repeats.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -208,10 +208,11 @@ def add_starting_adapter(policy: Any) -> None:
 
 
 def base_weights(policy: nn.Module) -> Iterator[Tensor]:
-    """Iterate over the frozen weights of the base model, except weights that are computed while the model is loaded.
+    """Iterate over the frozen weights of the base model.
 
-    Computed weights are quantized weights, and those that PiSSA, OLoRA or LoftQ changed. Their last bits depend on the
-    device and the number of threads, so their checksums cannot be compared between machines.
+    Quantized weights are skipped. Weights that PiSSA, OLoRA or LoftQ changed are skipped too. The last bits of the
+    skipped weights depend on the device and the number of threads, so checksums of these weights cannot be compared
+    between machines.
     """
     configs: Any = policy.peft_config
     computed: set[int] = set()
@@ -224,7 +225,11 @@ def base_weights(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def untie(policy: Any) -> None:
-    """Untie embeddings and head if one has an adapter, because merging the adapter must not change the other one."""
+    """Untie the embeddings and the head if at least one of the two has an adapter.
+
+    If the two stayed tied, merging an adapter into the head would also change the embeddings, and merging an adapter
+    into the embeddings would also change the head.
+    """
     base = policy.get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if not any(map(is_adapter_layer, ends)):

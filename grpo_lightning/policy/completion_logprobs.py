@@ -311,9 +311,9 @@ class AutoChunks:
     """Choose chunks that minimize the cost of the computed tokens and of the passes.
 
     Args:
-        pass_tokens: Cost of one more forward and backward pass, in tokens computed in the same time.
-        max_tokens: Maximum tokens per chunk, padding included; a chunk of a single completion may have more. None means
-            no limit.
+        pass_tokens: Overhead of one more forward and backward pass. The unit is the time to compute one token.
+        max_tokens: Maximum number of tokens per chunk, padding included. A chunk of a single completion may have more
+            tokens than this maximum. None means no limit.
     """
 
     pass_tokens: float = CPU_PASS_TOKENS
@@ -462,7 +462,10 @@ def showing(
 def extended_chunks(
     model: nn.Module, batch: MicroBatch, head: Head, routers: Routers | None
 ) -> tuple[ScoreChunk, RouterLoad | None]:
-    """Run the prompt pass. Return the function that runs the completion pass for a chunk, and the prompts' routing."""
+    """Run the prompt pass, and make the function that runs the completion pass for a chunk.
+
+    The second value is the routing of the prompts; None if routing is not recorded.
+    """
     prefix = PrefixCache(base_model(model).config)
     placed = place(model, batch.prompt_ids, batch.prompt_mask, batch.vision)
     columns = columns_of_prompts(model, prefix, batch, placed, head)

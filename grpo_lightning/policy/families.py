@@ -170,7 +170,7 @@ def freeze_unused(model: nn.Module) -> None:
 
 
 def unused_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules of the vision tower whose outputs are unused, by their names in the tower."""
+    """The vision tower's modules whose outputs are not used: {name in the tower: module}."""
     family = family_of(base_model(model).config)
     if family is None:
         return {}

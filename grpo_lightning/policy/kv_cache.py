@@ -99,7 +99,10 @@ class ReadAttention(DynamicLayer):
         self.attach(stored, rows)
 
     def attach(self, stored: StoredAttention, rows: Rows) -> None:
-        """Refer to the stored prompt. Also set `keys`, because transformers reads lengths and mask sizes from it."""
+        """Refer to the stored prompt, and set `keys`.
+
+        transformers reads lengths and mask sizes from `keys`.
+        """
         self.stored, self.rows, self.is_initialized = stored, rows, True
         self.keys, self.values = stored.keys, stored.values
 

@@ -363,7 +363,7 @@ def refuse_non_causal(model: nn.Module) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0, because dropout alone makes importance ratios differ from 1."""
+    """Set every dropout rate to 0, because dropout would change importance ratios at random."""
     for owner in (model.config, text_config(model), *model.modules()):
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0

@@ -32,9 +32,10 @@ class LoRA:
     Args:
         rank: Number of rows of A, and of columns of B.
         alpha: B A is scaled by alpha / rank.
-        dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Passes for sampling, old and
-            reference log-probs have no dropout, so dropout alone makes importance ratios differ from 1. The
-            first update on a rollout is an exception if `model.old_logprobs` is not "rollout".
+        dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Forward passes for sampling,
+            for old log-probs and for the reference's log-probs have no dropout, so dropout changes importance ratios at
+            random. By default, the ratios in the first update on a rollout are still 1. If `model.old_logprobs` is
+            "rollout", dropout changes these ratios too.
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
             the language model except its output head. If the head is tied to the embeddings, an adapter of the head
             changes only the head.

@@ -117,7 +117,10 @@ def forward_arguments(model_class: type[nn.Module]) -> frozenset[str]:
 
 
 def known_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Keep the arguments in the signature of the model's forward. `cache` gets the model's name for a KV cache."""
+    """Keep the arguments that are in the signature of the model's forward.
+
+    If the signature has `past_key_values` but not `cache`, the argument `cache` is renamed to `past_key_values`.
+    """
     if "cache" in arguments and (name := cache_argument(model)):
         arguments[name] = arguments.pop("cache")
     return {name: value for name, value in arguments.items() if accepts(model, name)}

@@ -1,7 +1,9 @@
 """The tokens between two turns of the policy, as the chat template writes them.
 
-The policy's own text is never tokenized again, because that could give other tokens. Only the messages that follow the
-policy's turn are rendered, after a placeholder turn (`MARK`). The text after it is tokenized and appended.
+The policy's own text is never tokenized again, because the result could differ from the tokens that the policy sampled.
+The chat template renders a placeholder (`MARK`) for the policy's turn, and the messages that follow this turn. In the
+rendered text, only the part behind the placeholder is tokenized. The tokens of this part are appended to the policy's
+own tokens.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ def different_settings(config: Mapping[str, Any]) -> list[Setting]:
 
 
 def below(key: str, values: Mapping[str, Any], owner: Any) -> Iterator[Setting]:
-    """Yield the settings that differ from the defaults of the class `owner` (None if unknown)."""
+    """Yield the settings that differ from the defaults of the class `owner`.
+
+    If the class is unknown, `owner` is None.
+    """
     known = defaults(owner)
     for name, value in values.items():
         default = CLI_DEFAULTS.get(f"{key}.{name}", known.get(name, UNKNOWN))

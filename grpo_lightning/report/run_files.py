@@ -346,7 +346,11 @@ def group_record(group: Sequence[Line], first: int) -> dict[str, Any]:
 
 
 def completion_columns(lines: Sequence[Line]) -> dict[str, Any]:
-    """Columns of the completions. A column with few values is a dict by the completion's index."""
+    """Columns of the completions.
+
+    The columns `turns`, `boxes` and `extras` are dicts {index of the completion: value}. Completions without a value
+    are left out of these dicts.
+    """
 
     def sparse(value: Callable[[Line], Any]) -> dict[str, Any]:
         found = ((str(place), value(line)) for place, line in enumerate(lines))
