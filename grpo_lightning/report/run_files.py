@@ -1,7 +1,7 @@
 """Read the files of a run into the data of a report.
 
-A run may still write its files. An incomplete last line is left out, and a missing file leaves its part of the report
-empty.
+The report of an unfinished run can be made too. An incomplete last line of a file is left out. If a file is missing,
+the report is made without this file.
 """
 
 from __future__ import annotations

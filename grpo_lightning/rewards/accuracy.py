@@ -128,8 +128,9 @@ class Accuracy(AnswerReward):
 
     3. If the comparison of an answer fails or times out, this answer gets no value.
 
-    math-verify (install the extra `math`) runs in a separate process. If four comparisons with the same ground truth
-    fail or time out in one call, the call compares no further answers with it, and these answers get no value.
+    The extra `math` installs math-verify, which runs in a separate process. If four comparisons with the same ground
+    truth end in an error or a timeout in one call of the reward, this call compares no further answers with that ground
+    truth. The further answers get no value.
 
     Args:
         answer_column: The data column with the ground truth, which is text or a number. A part after `####`, between

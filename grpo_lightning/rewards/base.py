@@ -30,21 +30,22 @@ that are stated below:
 - `finish_reason`: the same as `finish_reasons`.
 - `is_truncated`: booleans, True where the finish reason is not "stop".
 - `prompt_id`: "<source>/<index>" of the prompt.
-- `request_id`: "<prompt_id>/<g>" with g the index of the completion in its group.
+- `request_id`: "<prompt_id>/<g>", where g is the index of the completion in its group.
 - `rollout_infos`: empty dicts.
 - `images`: the row's images, or an empty list if the row has no images. This argument is passed only if the reward's
   signature names it.
 - `image_path`: a list with the path of each image of the row (None for an image that is not a file), or None if the
   row has no images.
-- `image_grid_thw`: the size [t, h, w] of the row's first image in patches. It is None if the row has no images, or if
-  the policy's processor does not return the size.
+- `image_grid_thw`: [t, h, w], the number of patches of the row's first image along time, height and width. The value is
+  None if the row has no images, or if the policy's processor does not return these numbers.
 - `problem`: the text of the last user message.
 
 In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
 the images of a data column are `ImageRef`s.
 
-A class derived from ms-swift's ORM gets the completions as its first argument, whatever the name of this argument is.
-As in ms-swift, its arguments in `ORM_ALIASES` take precedence over data columns.
+If the class of a reward is derived from ms-swift's ORM, the reward gets the completions as its first argument, whatever
+the name of this argument is. For such a reward, the arguments in `ORM_ALIASES` take precedence over data columns of the
+same name, as in ms-swift.
 
 For conversations (`model.environment`), the completion of a chat consists of all messages after the prompt, including
 the observations that the policy has seen. The text of such a completion (`completion_text`) is the policy's last

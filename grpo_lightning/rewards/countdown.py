@@ -130,8 +130,9 @@ def evaluate(text: str, *, max_numbers: int) -> tuple[Fraction | None, Counter[i
     """Evaluate an expression of integers, + - * / and parentheses, exactly and without executing it.
 
     Returns:
-        (The value of the expression, the count of each number in it). The value is None if the text is not such an
-        expression (powers, decimals, words, two signs in a row), exceeds a limit, or divides by 0.
+        (The value of the expression, the count of each number in the text). The value is None if the expression divides
+        by 0, or if the text exceeds a limit. The value is also None if the text is not an expression of this form.
+        Examples of such texts are `2**3`, `0.5` and `--1`.
     """
     text = " ".join(text.translate(_SIGNS).split())
     numbers = re.findall(r"[0-9]+", text) if len(text) <= MAX_CHARACTERS else []

@@ -323,7 +323,11 @@ def score_in(reply: str) -> float | None:
 
 
 def reply_text(found: Any) -> str:
-    """Extract the text of a reply, or the start of its `repr`, because an endpoint can send anything."""
+    """Extract the text of a judge's reply.
+
+    An endpoint can send anything. If the reply is not a valid chat completion, the result is the start of the `repr` of
+    the reply or of its content.
+    """
     try:
         text = found.choices[0].message.content
     except (AttributeError, IndexError, KeyError, TypeError):

@@ -70,7 +70,7 @@ class Method(AnswerReward):
 
     @abstractmethod
     def score(self, given: str, right: str) -> float | None:
-        """Score an answer in [0, 1]; None if the method does not fit the ground truth."""
+        """Return the score of an answer, from 0 to 1; None if the method does not fit the ground truth."""
 
 
 class MultipleChoice(Method):

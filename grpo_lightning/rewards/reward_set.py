@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 class RewardSet:
     """The rewards of a run.
 
-    With `workers`, picklable sync rewards run in worker processes with time and memory limits (`RewardWorkers`). Other
-    sync rewards run one after the other in the calling thread. Async rewards run at the same time, in one event loop of
-    the process.
+    With `workers`, sync rewards run in worker processes with time and memory limits (`RewardWorkers`), except for
+    rewards that cannot be pickled or must run in the training process (`Reward.in_process`). Sync rewards that do not
+    run in workers run in the calling thread, one after the other. Async rewards run concurrently with each other and
+    with the sync rewards, in an event loop in another thread of this process.
 
     Args:
         rewards: Functions, callable objects, `Reward`s or `WeightedReward`s. Names must be unique.

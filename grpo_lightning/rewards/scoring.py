@@ -627,7 +627,7 @@ def _messages(group: Group, completion: Completion) -> list[Message]:
 
 
 def _image_grid(group: Group) -> list[int] | None:
-    """The size [t, h, w] of the first image in patches; None if unknown."""
+    """[t, h, w], the number of patches of the first image along time, height and width; None if unknown."""
     grids = None if group.vision is None else group.vision.images.get("image_grid_thw")
     return None if grids is None else grids[0].tolist()
 

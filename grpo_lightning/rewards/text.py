@@ -152,7 +152,7 @@ class Repetition(Reward):
 
     Args:
         n_grams: n, the length of the n-grams.
-        max_penalty: The limit of the reward if the completion only repeats itself; at most 0.
+        max_penalty: Lower bound of the reward. This bound must not be above 0.
         unit: "words" splits at whitespace and compares in lower case. "tokens" uses the completion's tokens. Choose
             "tokens" for text without spaces (Chinese).
     """

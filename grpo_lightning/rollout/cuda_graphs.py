@@ -33,8 +33,9 @@ class CapturedSteps:
     """Runs decoding steps from CUDA graphs.
 
     The first step after each change of the layout runs without a graph, so that no kernel is chosen or compiled during
-    a capture. The first two steps that run from a graph are also run without the graph. If the logits of the two runs
-    differ by more than `OTHER_LOGITS`, or if a capture fails, all steps from then on run without graphs.
+    a capture. Each of the first two steps that run from a graph is also run without the graph. If the logits with the
+    graph and without the graph differ by more than `OTHER_LOGITS` in one of these steps, all later steps run without
+    graphs. If a capture fails, this step and all later steps run without graphs.
     """
 
     def __init__(self, capture: Capture) -> None:

@@ -1,9 +1,10 @@
 """DAPO dynamic sampling replaces prompts if their groups have zero reward variance (arXiv:2503.14476, sec. 3.2).
 
-A group without a gradient is idle (`functional.groups_without_gradient`). So is a group in which the reward named by
-`DynamicSampling.reward` applies but does not vary. Idle groups are replaced in up to `max_resample_times` rounds. A
-round takes one new prompt for each idle group, and samples a group for it. A new group that is idle too is discarded.
-After the last round, the remaining idle groups stay in the rollout.
+A group without a gradient is idle (`functional.groups_without_gradient`). A group is also idle if the reward with the
+name `DynamicSampling.reward` applies to the group, but does not vary within the group. There are up to
+`max_resample_times` rounds. A round takes one new prompt for each idle group, and samples a new group for each new
+prompt. A new group that is not idle replaces the idle group. The other new groups are discarded. After the last round,
+the remaining idle groups stay in the rollout.
 """
 
 from __future__ import annotations

@@ -73,22 +73,23 @@ class RolloutEngine(ABC):
 
         Args:
             prompts: N unpadded token-id lists. N can be 0, and can differ between ranks.
-            num_generations: G, completions per prompt.
+            num_generations: G, the number of completions per prompt.
             sampling: Sampling distribution and stop conditions.
             seeds: N seeds, one per prompt. The same seed, weights and prompt must give the same completions, regardless
                 of the rank and of the other prompts in the batch. The engine must not touch global random state.
-            progress: Called with the decoding progress.
-            vision: The images of the prompts, for a multimodal policy. The engine may cache the features of a frozen
+            progress: Callback, called with the decoding progress.
+            vision: The images of the prompts, for a multimodal policy. The engine can cache the features of a frozen
                 vision tower in this object.
             part: Indices of the completions to sample, among the G completions of a prompt; None samples all. A
-                completion may depend on its index in the group, but not on the part.
-            on_group: Called at most once per prompt, as soon as all its completions have ended, with these completions.
-                An engine may lack this argument, or never call it.
+                completion can depend on its index in the group, but must not depend on the part.
+            on_group: Callback, called at most once per prompt, as soon as all completions of the prompt have ended. An
+                engine can lack this argument, or never call the callback.
             limits: For each of the N prompts, the maximum number of tokens per completion, at most
                 `sampling.max_completion_length`. None uses `sampling.max_completion_length` for all prompts. If an
-                engine lacks this argument, tokens beyond a limit are dropped.
-            turns: In conversations, holds the states of earlier turns. The engine stores the states for the next turns
-                in it. An engine that lacks this argument computes the whole conversation again for each turn.
+                engine lacks this argument, the caller drops the tokens beyond a limit.
+            turns: The states of earlier turns, for completions that are turns of conversations. The engine also stores
+                the states for later turns in this object. An engine that lacks this argument computes the whole
+                conversation again for each turn.
 
         Returns:
             N lists in the order of the prompts, each with the G completions of a prompt, or with those in `part`. The

@@ -1,4 +1,8 @@
-"""The class `Rollout`, and functions and classes that sample and share the groups of a rollout."""
+"""The groups of a rollout.
+
+`GroupSource` samples groups. `Rollout` holds the groups of this rank. `SharedGroups` distributes the completions of a
+group over several ranks.
+"""
 
 from __future__ import annotations
 

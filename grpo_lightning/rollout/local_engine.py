@@ -272,7 +272,10 @@ class LocalEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Lockstep]:
-        """Context in which the policy can run, with sharded weights gathered if `is_gathered` decides so."""
+        """Context in which the policy can run.
+
+        If the weights are sharded, the function `is_gathered` decides whether this context gathers them.
+        """
         if not self.sharding.is_sharded:
             yield Lockstep(is_needed=False)
             return

@@ -272,10 +272,10 @@ class SampledGroups:
 class KeptStates:
     """Keys and values of conversations, kept from the end of a turn to the beginning of the next one.
 
-    For each conversation, the states of the latest turn's prompt and completion are kept, except for the completion's
-    last token. The kept states are used up to the first difference between the next prompt and the kept tokens. Prompts
-    that are prefilled together are left-padded. So the prompt with the most new tokens determines how many columns the
-    model computes.
+    For each conversation, this class keeps the states of the latest turn's prompt and completion, except for the state
+    of the completion's last token. The states of the longest common prefix with the next prompt can be reused. The
+    other tokens of the next prompt are new. Prompts that are prefilled together are left-padded. Therefore the prompt
+    with the most new tokens determines how many columns the model computes for all of them.
     """
 
     def __init__(self, turns: Turns) -> None:

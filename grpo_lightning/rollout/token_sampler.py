@@ -131,8 +131,9 @@ def log_distribution(processors: list[Processor], history: Tensor, logits: Tenso
 def row_products(one: Tensor, other: Tensor) -> Tensor:
     """Dot products [rows] of the rows of `one` and `other`, both [rows, V].
 
-    `vecdot` does not allocate a tensor [rows, V] of products, but `torch.compile` does not fuse it. Autocast would run
-    `vecdot` in 16 bits.
+    `vecdot` needs no memory for a tensor [rows, V] of products. Compiled code does not call `vecdot`, because
+    `torch.compile` would not fuse `vecdot` with other operations. Autocast is off, because autocast would run `vecdot`
+    in 16 bits.
     """
     if torch.compiler.is_compiling():
         return (one * other).sum(-1)

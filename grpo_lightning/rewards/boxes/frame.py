@@ -187,7 +187,7 @@ def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoo
 
 
 def check_num_images(num_images: int, given: GivenCoordinates, right: GoldCoordinates) -> None:
-    """Check that a prompt has one image, or none if no image size is needed.
+    """Check that a prompt has at most one image, and exactly one image if the image size is needed.
 
     Raises: ValueError as in `frame_of`.
     """

@@ -50,8 +50,8 @@ def last_box(text: str) -> Box | None:
 def boxes_in(answer: str) -> list[Box | None]:
     """All `[x1, y1, x2, y2]` of an answer, in order; None for a box with a coordinate beyond `LARGEST`.
 
-    If there are none, the boxes are the pairs of points `(x1,y1),(x2,y2)`. Qwen2-VL writes such a pair between
-    `<|box_start|>` and `<|box_end|>`, which decoding removes as special tokens. Longer lists of points are no boxes.
+    If the answer has no `[x1, y1, x2, y2]`, the boxes are the pairs of points `(x1,y1),(x2,y2)` (Qwen2-VL's notation).
+    A list of more than two points is not a box.
     """
     found = [box.groups() for box in _BOX.finditer(answer)]
     if not found:

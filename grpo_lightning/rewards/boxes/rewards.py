@@ -97,9 +97,9 @@ class FormatRec(Reward):
     VLM-R1's `format_reward_rec` differs (see docs/vision.md).
 
     Args:
-        needs_json: True if the answer must be JSON, with or without ```json fences: an object with a box, or a list
-            with such an object (VLM-R1 for Qwen). False if `[x1, y1, x2, y2]` or `(x1,y1),(x2,y2)` anywhere in the
-            answer is enough (VLM-R1 for InternVL accepts only the first).
+        needs_json: If true, the answer must be JSON, with or without ```json fences. The JSON must be an object with a
+            box, or a list with such an object. VLM-R1 uses this form for Qwen. If false, `[x1, y1, x2, y2]` or
+            `(x1,y1),(x2,y2)` anywhere in the answer is enough. For InternVL, VLM-R1 accepts only `[x1, y1, x2, y2]`.
         prompt_opens_first: As in `Format`.
     """
 
