@@ -1,7 +1,7 @@
 """Save checkpoints that are complete and contain the state at the end of an optimizer step, and resume from them.
 
-This module replaces the methods of the trainer and the strategy that save and load every checkpoint. A `CheckpointIO`
-would not suffice, because DeepSpeed and FSDP2 bypass it.
+This module replaces the trainer's `save_checkpoint` and the strategy's `load_checkpoint` and `remove_checkpoint`. A
+`CheckpointIO` would not suffice, because DeepSpeed and FSDP2 can save and load checkpoints without one.
 """
 
 from __future__ import annotations

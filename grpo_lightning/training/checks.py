@@ -616,8 +616,8 @@ def check_loader(
 ) -> None:
     """Check that the training loader repeats each batch for every micro-step of a cycle, and fills all micro-batches.
 
-    A loader that is not known yet is not checked. Call this function again when it is made. `needs_more` is true with
-    dynamic sampling.
+    If the loader is not known yet, the function checks nothing but the batch size of a `PromptDataModule`. Call the
+    function again after Lightning has made the loader. `needs_more` is true if the run uses dynamic sampling.
 
     Raises:
         ValueError: If the loader does not match the arguments, or some micro-batches would be empty.

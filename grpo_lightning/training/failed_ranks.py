@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def end_launched(trainer: L.Trainer, seconds: float) -> None:
-    """Wait for the ranks that Lightning's subprocess launcher started, and then kill those that still run.
+    """Wait at most `seconds` for the ranks of Lightning's subprocess launcher. Kill the ranks that have not ended then.
 
-    Ranks that wait for a failed rank in a collective operation end only by SIGKILL. Nothing happens if torchrun or
-    SLURM launched the ranks. `seconds` is the time limit for all ranks together.
+    If a rank fails, the other ranks can wait forever in a collective operation. Only SIGKILL ends these other ranks. If
+    torchrun or SLURM launched the ranks, the function does nothing.
     """
     launcher = subprocess_launcher(trainer)
     if launcher is None:

@@ -173,9 +173,12 @@ def add_rollout(
     """Add length (tokens), truncated fraction, entropy and tokens per second of a rollout's completions.
 
     `policy/entropy` is per sampled token, at the time of sampling. `rollout/length_stopped` is the mean length of the
-    completions that were not truncated. With asynchronous rollouts, `rollout/staleness` is the mean number of rollouts
-    that were trained on between the sampling of a group and the training on it. `rollout/tokens_per_second` is then
-    computed with `time/sampling`, because `time/rollout` is only the time for which training waits for completions.
+    completions that were not truncated.
+
+    With asynchronous rollouts, the policy trains on other rollouts between the sampling of a group and the training on
+    this group. `rollout/staleness` is the mean number of these other rollouts. In asynchronous runs,
+    `rollout/tokens_per_second` is computed with `time/sampling`, because `time/rollout` is only the time for which
+    training waits for completions.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]

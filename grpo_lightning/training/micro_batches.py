@@ -514,7 +514,7 @@ RowsCost = Callable[[list[CompletionRow]], float]
 
 
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
-    """Split one update's completions into `parts` micro-batches of about equal cost, the most expensive first.
+    """Split one update's completions into `parts` micro-batches of about equal cost.
 
     The function cuts three orders of the completions into parts of balanced size. The orders are:
 
@@ -527,7 +527,8 @@ def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = 
 
         (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
-    The second term is the time if the ranks wait for each other in every micro-batch.
+    The second term is the time if the ranks wait for each other in every micro-batch. The most expensive micro-batch is
+    the first one of the split.
 
     Args:
         rows: The completions of an update.

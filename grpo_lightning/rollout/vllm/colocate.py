@@ -337,11 +337,13 @@ def launched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched_state() -> Iterator[None]:
-    """Context in which autocast is off, and torch has its original default device. The state is restored at the end.
+    """Context in which autocast is off, the default device is the CPU, and the default dtype is float32.
 
-    When Lightning connects engines, torch's default device is the training device. Tensors that vLLM needs on the CPU
-    would then be created on the training device. The state consists of the CUDA device, the random states of torch,
-    numpy and Python, and torch's default dtype, grad mode and number of threads.
+    When Lightning connects engines, torch's default device is the training device. Without this context, tensors that
+    vLLM needs on the CPU would be created on the training device.
+
+    At its end, the context restores the earlier settings. The context also restores the CUDA device, the random states
+    of torch, numpy and Python, and torch's grad mode and number of threads.
     """
     dtype, threads, own_random = torch.get_default_dtype(), torch.get_num_threads(), random.getstate()
     numpy = sys.modules.get("numpy")  # which this package does not import itself

@@ -2,9 +2,9 @@
 
 The check finds three errors:
 
-- A server reports log-probs without the temperature.
-- vLLM has other weights than the policy.
-- vLLM's kernels compute other log-probs than training, by more than rounding.
+- A server computes log-probs from logits that are not divided by the temperature.
+- vLLM's weights differ from the policy's weights.
+- The log-probs of vLLM's kernels differ from the log-probs of training by more than rounding.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ class Servers:
     def judge(self, job: Job, server: Served, error: BaseException) -> None:
         """Handle a failed request, which is then repeated.
 
-        A server that does not answer or has lost the weights is not used until it has them again.
+        If the server does not answer or has lost the weights, the server gets no requests until weights are sent again.
 
         Raises:
             BaseException: The error itself, if it is not temporary.

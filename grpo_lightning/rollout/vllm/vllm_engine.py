@@ -651,9 +651,9 @@ class VLLMEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """For every prompt, sample G completions, or only those in `part` (see `RolloutEngine.generate`).
 
-        The random numbers of a completion do not depend on the other prompts of the batch, nor on the server. The last
-        bits of its logits can still depend on the size of the batch. `turns` is not used, because vLLM's prefix cache
-        keeps the states of conversations.
+        The random numbers of a completion do not depend on the other prompts of the batch, nor on the server. But the
+        last bits of the completion's logits can depend on the size of the batch. `turns` is not used, because vLLM's
+        prefix cache keeps the states of conversations.
 
         In the thread that has called `sync_weights`, the call is collective. If no server has the weights any more, all
         ranks send the weights again. A call in another thread raises errors on its own rank only, and sends no weights,

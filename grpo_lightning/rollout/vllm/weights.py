@@ -181,8 +181,8 @@ def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> di
 def hashes(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Compute one hash per dtype, over the bits of all tensors of this dtype.
 
-    The bits of each number are multiplied by a factor that depends on its position, and summed. Without factors, small
-    changes of several numbers could cancel each other.
+    The bits of each number are read as one integer. This integer is multiplied by a factor for the number's position.
+    The function then sums the products. Without factors, changes of several numbers could cancel each other in the sum.
     """
     found: dict[str, int] = {}
     by_device: dict[torch.device, Tensor] = {}
