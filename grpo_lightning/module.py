@@ -787,8 +787,8 @@ class GRPOLightningModule(L.LightningModule):
         it has no index), not from the batch or the rank.
         """
         num_generations, sampling = self.validation.sampling_settings(self.sampling, is_greedy=is_greedy)
-        self.notify("on_evaluation_phase", "rollout")
         self.engine.sync_weights(self.policy)
+        self.notify("on_evaluation_phase", "rollout")  # after a wait for an asynchronous rollout
         seeds = [derived_seed(run_seed(self.seed), "evaluation", prompt.key) for prompt in prompts]
         with self.early_rewards(prompts):
             groups = self.generate(prompts, num_generations, sampling, seeds, shared=False)

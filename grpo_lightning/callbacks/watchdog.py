@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
@@ -50,7 +51,8 @@ class Watchdog(L.Callback):
     run was validating. If the main thread does not react, the process exits after `grace_seconds`, with status 75. A
     process that has started other ranks as subprocesses also ends these.
 
-    Rewards and updates are not watched, because they report no progress.
+    Rewards and updates are not watched, because they report no progress. In validation, the clock starts at the first
+    decoding step of each batch. Evaluations before training are not watched.
 
     Args:
         stall_seconds: Seconds without progress; null turns the watchdog off.
@@ -88,7 +90,9 @@ class Watchdog(L.Callback):
 
     def begin(self, phase: str, *, is_evaluating: bool) -> None:
         """Record the phase that begins."""
-        self.phase, self.detail, self.since, self.is_evaluating = phase, "", time.monotonic(), is_evaluating
+        self.phase, self.detail, self.is_evaluating = phase, "", is_evaluating
+        # In an evaluation, a rank may wait for the rewards of the other ranks before its first decoding step.
+        self.since = math.inf if is_evaluating else time.monotonic()
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
         """Record progress."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import math
 import multiprocessing
@@ -55,12 +56,30 @@ IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 supervisor."""
 
 
+class _Output(io.FileIO):
+    """Output of rewards. It is dropped if nothing can receive it, for example because the terminal was closed."""
+
+    def write(self, data: Any) -> int:
+        """Write, or drop the data."""
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def stream_to(descriptor: int) -> io.TextIOWrapper:
+    """Make a text stream like `sys.stderr` whose writes never fail."""
+    raw = io.BufferedWriter(_Output(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
+
+
 def supervise(descriptor: int) -> None:
     """The supervisor's main function: load the rewards, and run workers until the pool is closed."""
     for name in IGNORED_SIGNALS:
         # A handler instead of SIG_IGN, because subprocesses of rewards inherit SIG_IGN, but no handlers.
         signal.signal(getattr(signal, name), lambda *_: None)
     sys.modules["__main__"] = types.ModuleType("__main__")  # rewards of the training script cannot be loaded here
+    sys.stdout, sys.stderr = (stream_to(stream.fileno()) for stream in (sys.stdout, sys.stderr))
     logging.getLogger("grpo_lightning").setLevel(logging.INFO)
     control = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended

@@ -96,6 +96,23 @@ SAMPLING_PATHS: dict[SamplingPath, str] = {
 """How the engine can sample, ordered from the fastest path to the slowest."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The decoding steps of one wave, among those of all waves."""
+
+    progress: Progress | None
+    num_before: int
+    """Maximum number of steps of the earlier waves."""
+
+    total: int
+    """Maximum number of steps of all waves."""
+
+    def report(self, step: int) -> None:
+        """Report that `step` steps of the wave are done."""
+        if self.progress:
+            self.progress(self.num_before + step, self.total)
+
+
 class LocalEngine(RolloutEngine):
     """Samples with the policy itself.
 
@@ -262,8 +279,10 @@ class LocalEngine(RolloutEngine):
             num_waves = lockstep.num_waves(waiting.num_waves)
             if self.path == "generate":
                 # Ranks with fewer waves than others run dummy waves, to take part in the collectives.
-                for _ in range(num_waves):
-                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep)
+                longest = sampling.max_completion_length
+                for number in range(num_waves):
+                    steps = Steps(progress, number * longest, num_waves * longest)
+                    rows += self.decode_with_generate(waiting.take(0), sampling, lockstep, steps)
                     groups.report_ended(rows)
             elif num_waves:
                 lengths = {sampling.max_completion_length} if limits is None else lockstep.union(limits)
@@ -516,8 +535,10 @@ class LocalEngine(RolloutEngine):
             outputs = self.policy(**arguments)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
-    def decode_with_generate(self, wave: Wave, sampling: SamplingParams, lockstep: Lockstep) -> list[SampledRow]:
-        """Decode one wave with transformers' `generate`."""
+    def decode_with_generate(
+        self, wave: Wave, sampling: SamplingParams, lockstep: Lockstep, told: Steps
+    ) -> list[SampledRow]:
+        """Decode one wave with transformers' `generate`, and report each step."""
         prompt_ids, prompt_mask, prompt_index = self.prepare(wave)
         length = prompt_ids.shape[1]
         uniforms = Uniforms(wave.seeds or [0], wave.num_generations, prompt_ids.device, wave.part)
@@ -534,6 +555,7 @@ class LocalEngine(RolloutEngine):
         def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(sampler(ids, logits, ids.shape[1] - length))
             sampler.look(steps[-1].ids.new_zeros(0, dtype=torch.bool))
+            told.report(len(steps))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
         def at_stop_string(ids: Tensor, scores: object, **kwargs: Any) -> Tensor | None:

@@ -9,9 +9,11 @@ ranks together save a checkpoint. A handler cannot save at once, for two reasons
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import stat
 import threading
 import time
 from pathlib import Path
@@ -32,8 +34,9 @@ from grpo_lightning.training.run_state import is_between_steps
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+SIGHUP = getattr(signal, "SIGHUP", None)
+"""None on Windows."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([] if SIGHUP is None else [SIGHUP]))
 PATTERN = "stopped-*.ckpt"
 REPEAT_SECONDS = 0.2
 """Time after a signal in which the same signal counts as a copy. `timeout` and `make` send a signal twice."""
@@ -87,9 +90,9 @@ class GracefulStop(L.Callback):
     A further SIGTERM or SIGHUP is ignored. A second Ctrl-C within `REPEAT_SECONDS` of the first one is ignored as well.
     Any other further Ctrl-C goes to the previous signal handler.
 
-    SIGHUP means that the terminal was closed or that the SSH connection broke. All further output goes to `os.devnull`
-    then, because a write to a closed terminal raises an error. If the process ignores SIGHUP, as under `nohup`, or has
-    a handler of its own for it, this callback leaves SIGHUP alone.
+    SIGHUP means that the terminal was closed or that the SSH connection broke. All further output to the terminal or to
+    a pipe goes to `os.devnull` then, because a write to a closed terminal raises an error. If the process ignores
+    SIGHUP, as under `nohup`, or has a handler of its own for it, this callback leaves SIGHUP alone.
 
     If an error is raised while a training rollout is sampled or scored, a run with one rank saves
     `stopped-step=<N>.ckpt` with the state after the previous step. A run with several ranks saves none, because saving
@@ -124,13 +127,13 @@ class GracefulStop(L.Callback):
         self.trainer = trainer
         self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for signum in SIGNALS:
-            if signum != signal.SIGHUP or signal.getsignal(signum) == signal.SIG_DFL:
+            if signum != SIGHUP or signal.getsignal(signum) == signal.SIG_DFL:
                 self.old_handlers[signum] = signal.signal(signum, self.receive)
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Remember the first signal. A later Ctrl-C that is no copy of the first signal goes to the old handler."""
-        if signum == signal.SIGHUP:
-            self.leave_closed_terminal()
+        if signum == SIGHUP:
+            self.leave_terminal()
         if self.received is not None:
             # Others are ignored. Lightning's handler of SIGTERM would start a collective in the middle of a step.
             is_copy = signum == self.received and time.monotonic() - self.received_at < REPEAT_SECONDS
@@ -146,14 +149,23 @@ class GracefulStop(L.Callback):
         # Not through logging, because a handler may interrupt a write to stderr, and a second write raises an error.
         if self.trainer is None or self.trainer.is_global_zero:
             again = "; Ctrl-C again stops at once without saving a checkpoint" if signum == signal.SIGINT else ""
-            os.write(2, f"\n{NAMES[signal.Signals(signum)]}: stopping after this step{again}.\n".encode())
+            name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+            with contextlib.suppress(OSError):  # the reader of a pipe may have ended
+                os.write(2, f"\n{name}: stopping after this step{again}.\n".encode())
 
-    def leave_closed_terminal(self) -> None:
-        """Send the output to `os.devnull` if it went to a terminal that is closed now."""
-        closed = [descriptor for descriptor in self.terminals if not os.isatty(descriptor)]
-        if closed:
+    def leave_terminal(self) -> None:
+        """Send further output to `os.devnull` if it went to a terminal that is closed now, or to a pipe.
+
+        The reader of a pipe, for example `tee`, often ends with the terminal, and a write to its pipe then fails.
+        """
+        lost = [
+            descriptor
+            for descriptor in (1, 2)
+            if (descriptor in self.terminals and not os.isatty(descriptor)) or is_pipe(descriptor)
+        ]
+        if lost:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            for descriptor in closed:
+            for descriptor in lost:
                 os.dup2(nowhere, descriptor)
             os.close(nowhere)
 
@@ -235,6 +247,14 @@ class GracefulStop(L.Callback):
         """Message with the step at which the run stopped, and how to resume."""
         resuming = "; resume with the same command and --ckpt_path auto" if self.checkpoint else ""
         return f"Stopped at step {self.stopped_at}{resuming}."
+
+
+def is_pipe(descriptor: int) -> bool:
+    """True if an open file descriptor is a pipe."""
+    try:
+        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
 
 
 def words_without_checkpoint(step: int, newest: Path | None) -> str:

@@ -21,20 +21,21 @@ from tests.marks import SLOW
 
 
 class Hangs(LocalEngine):
-    """Samples the probe and two rollouts, then hangs."""
+    """Samples the probe and two rollouts, then reports one decoding step and hangs."""
 
     def __init__(self, hang):
         super().__init__()
         self.hang, self.num_calls = hang, 0
 
-    def generate(self, *args, **kwargs):
+    def generate(self, prompts, num_generations, sampling, seeds, progress=None, *args, **kwargs):
         self.num_calls += 1
         if self.num_calls == 4:
+            progress(1, sampling.max_completion_length)
             try:
                 self.hang()
             except Exception:  # noqa: BLE001 - as engines and rewards may do
                 pytest.fail("the interrupt is an Exception")
-        return super().generate(*args, **kwargs)
+        return super().generate(prompts, num_generations, sampling, seeds, progress, *args, **kwargs)
 
 
 def wait_for_ever():
@@ -119,8 +120,9 @@ def test_progress_and_other_phases_keep_the_run_alive(monkeypatch):
     for phase in ("reward", "update"):
         callback.on_phase(None, phase)
         time.sleep(0.7)
-    callback.on_evaluation_phase(None, "reward")
-    time.sleep(0.7)
+    for phase in ("reward", "rollout"):  # before its first decoding step, a rank may wait for the other ranks
+        callback.on_evaluation_phase(None, phase)
+        time.sleep(0.7)
     callback.on_rollout()
     time.sleep(0.7)
     assert ended == []

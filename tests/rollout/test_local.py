@@ -408,12 +408,23 @@ def test_max_rows_below_one_is_refused():
         LocalEngine(max_rows=0)
 
 
-def test_progress_is_told_every_step():
+@pytest.mark.parametrize("path", ["shared", "repeated", "generate"])
+def test_progress_is_told_every_step(path):
     calls = []
-    connected(tiny_model("qwen2")).generate(
-        make_prompts(), 2, greedy(max_completion_length=4), seeds=[0, 1, 2], progress=lambda *steps: calls.append(steps)
-    )
+    engine = connected(tiny_model("qwen2"))
+    engine.path = path
+    arguments = (make_prompts(), 2, greedy(max_completion_length=4), [0, 1, 2])
+    engine.generate(*arguments, progress=lambda *steps: calls.append(steps))
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_progress_of_several_waves_with_generate():
+    calls = []
+    engine = connected(tiny_model("qwen2"), max_rows=2)
+    engine.path = "generate"
+    arguments = (make_prompts()[:2], 2, greedy(max_completion_length=3), [0, 1])
+    engine.generate(*arguments, progress=lambda *steps: calls.append(steps))
+    assert calls == [(step, 6) for step in range(1, 7)]
 
 
 # ------------------------------------------------------------------------------------------------------ randomness

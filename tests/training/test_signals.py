@@ -301,21 +301,33 @@ def lengths(completions):
     print("a line on a terminal that is closed", flush=True)
     return [float(len(set(text))) for text in completions]
 
-lengths.in_process = True
+lengths.in_process = IN_PROCESS
+"""
+
+ON_TERMINAL = """
+import fcntl, os, signal, subprocess, sys, termios
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv.pop(1) == "piped":  # as in `fit ... 2>&1 | tee log`: the reader of the pipe ends with the terminal
+    reader = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    os.dup2(reader.stdin.fileno(), 1)
+    os.dup2(reader.stdin.fileno(), 2)
+from grpo_lightning.cli import entry_point
+entry_point()
 """
 
 
 @SLOW
-def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(folder):
-    (folder / "interrupting.py").write_text(WAITING)
+@pytest.mark.parametrize("output", ["terminal", "piped"])
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(folder, output, in_process):
+    (folder / "interrupting.py").write_text(WAITING.replace("IN_PROCESS", str(in_process)))
     terminal, end = pty.openpty()
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    start = (
-        "import fcntl, signal, termios; from grpo_lightning.cli import entry_point; "
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL); fcntl.ioctl(0, termios.TIOCSCTTY, 0); entry_point()"
-    )
+    flags = ["fit", "--config", "r.yaml", "--trainer.enable_progress_bar=true"]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", start, "fit", "--config", "r.yaml"],
+        [sys.executable, "-W", "ignore", "-c", ON_TERMINAL, output, *flags],
         cwd=folder,
         env=environment,
         stdin=end,
