@@ -1,5 +1,6 @@
 """Rollouts that hang: in Python, which the watchdog interrupts, and in a call that no signal interrupts."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -81,6 +83,24 @@ def test_a_validation_that_hangs_ends_the_run_without_a_checkpoint(tmp_path, cap
         runner.fit(module, source, rows)
     assert "a run that stalls in an evaluation saves none" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_in_an_evaluation_the_rollout_begins_after_the_update_of_the_weights():
+    """The update may wait for an asynchronous rollout, which reports its progress to nobody."""
+    events = []
+
+    class Records(LocalEngine):
+        def sync_weights(self, policy):
+            events.append("update")
+            super().sync_weights(policy)
+
+    class Phases(L.Callback):
+        def on_evaluation_phase(self, trainer, phase):
+            events.append(phase)
+
+    module = make_module(length=3, engine=Records())
+    make_trainer(callbacks=[Phases()]).validate(module, PromptSource(PROMPTS[:1], 1, shuffle=False), verbose=False)
+    assert [event for event, _ in itertools.groupby(events)][-3:] == ["update", "rollout", "reward"]
 
 
 BLOCKED = """

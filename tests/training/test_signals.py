@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import runpy
 import select
 import signal
 import stat
@@ -283,6 +284,11 @@ def test_a_sighup_that_somebody_else_handles_is_left_alone(tmp_path, handler):
     callback.on_train_end(None, None)
     assert callback.received is None
     assert signal.signal(signal.SIGHUP, before) == handler
+
+
+def test_windows_has_no_sighup(monkeypatch):
+    monkeypatch.delattr(signal, "SIGHUP")
+    assert runpy.run_path(signals.__file__)["SIGNALS"] == (signal.SIGINT, signal.SIGTERM)
 
 
 # In its third call, waits until the terminal is closed.
