@@ -109,7 +109,7 @@ class BeforeAfter(L.Callback):
             self.progress.show()
 
     def measure(self, trainer: L.Trainer, pl_module: L.LightningModule, when: str) -> Numbers:
-        """Evaluate the prompts of all ranks. Returns: all metrics, by kind of completion and name.
+        """Evaluate the validation prompts of all ranks.
 
         Raises:
             ValueError: If there are no validation prompts.

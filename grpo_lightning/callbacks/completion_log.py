@@ -158,7 +158,10 @@ class CompletionLog(L.Callback):
         return self.path.with_name("tokens.jsonl")
 
     def write(self, trainer: L.Trainer, rollout: Rollout, ranks: list[list[list[str]]]) -> None:
-        """Write the lines of a rollout (`ranks`: by rank and group) and pass them to the loggers."""
+        """Write the lines of a rollout to `completions.jsonl`, and show the lines in the loggers.
+
+        `ranks[r][g]` has the lines of group g of rank r.
+        """
         assert self.path is not None
         written = [line for group in interleave(ranks) for line in group]
         append_lines(self.path, written)
@@ -227,8 +230,8 @@ def groups_of_lines(rollout: Rollout, when: Mapping[str, int], teams: Teams) -> 
 def lines(rollout: Rollout) -> Iterator[dict[str, Any]]:
     """Iterate over the records of a rollout's completions, in order.
 
-    A `log_extra` column with the name of another field, or of a reward's column in `cells`, is renamed to
-    `extra/<name>`.
+    A `log_extra` column is renamed to `extra/<name>` if the line has another field of the same name. The same applies
+    to a column with the name `rewards/<reward>`, because `cells` gives this name to the values of the reward.
     """
     groups, scores, advantages = rollout.groups, rollout.scores, rollout.advantages
     assert scores is not None

@@ -40,8 +40,9 @@ class LearningCurves(StepMetrics):
     Diamonds are validation values. Steps are numbered as in the loggers.
 
     Args:
-        metrics: Names of the metrics, with one panel for each. Metrics that are never logged are skipped. Null plots
-            the total reward, each reward, completion length, entropy and KL.
+        metrics: Names of the metrics. Each metric has a panel, but metrics with equal values share a panel. Metrics
+            that are never logged have no panel. With null, the metrics are the total reward, each reward, the
+            completion length, the entropy and the KL.
         smoothing: Number of values in the window of the centered moving average (an even number is reduced by 1).
         every_n_steps: Optimizer steps between two updates of the picture.
         dirpath: Output folder; null is the run's folder.

@@ -106,7 +106,11 @@ class ProgressBar(LightningProgressBar):
     # -------------------------------------------------------------------------------------------------------- training
 
     def on_train_start(self, *_: Any) -> None:
-        """Reset the line. It starts later, because the rate must not include evaluations by other callbacks."""
+        """Reset the line.
+
+        Other callbacks can run evaluations in this hook. The clock starts after this hook (`start`), so the rate does
+        not include the time of these evaluations.
+        """
         self.reset()
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:

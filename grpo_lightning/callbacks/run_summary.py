@@ -46,10 +46,10 @@ FILES = {
 class RunSummary(StepMetrics):
     """Prints a summary when a training run ends or is stopped by a signal. `fit` adds this callback by default.
 
-    The summary shows the mean rewards of the first and of the last tenth of the rollouts, at most 20 each. Tokens are
-    counted over all ranks. The time of a phase is the time of the slowest rank. The time "other" is the rest of the run
-    (loading, evaluation, checkpoints). Counts and times of a resumed run do not include the steps before it was
-    resumed.
+    The summary shows the mean reward over the first k rollouts, and the mean reward over the last k rollouts. k is a
+    tenth of the number of rollouts, but at least 1 and at most 20. Tokens are counted over all ranks. The time of a
+    phase is the time of the slowest rank. The time "other" is the rest of the run (loading, evaluation, checkpoints).
+    In a resumed run, rewards, counts and times are those of the steps since the run was resumed.
     """
 
     def __init__(self) -> None:

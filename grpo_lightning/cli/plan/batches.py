@@ -90,11 +90,11 @@ class BatchPlan:
         return self.updates_per_rollout * self.num_iterations
 
     def shapes(self, prompt_length: int, completion_length: int) -> list[MicroBatchShape]:
-        """Shapes of a rank's micro-batches, most expensive first.
+        """Shapes of the micro-batches of one rank, most expensive first.
 
-        The worst case is assumed. No other rank has more completions in one optimizer step, every prompt has
-        `prompt_length` tokens, and every completion has `completion_length` tokens. Micro-batches without completions
-        are left out.
+        This rank is the rank that has the most completions in a single optimizer step. The function assumes
+        `prompt_length` tokens for every prompt, and `completion_length` tokens for every completion. Micro-batches
+        without completions are left out.
         """
         prompt, completion = [0] * prompt_length, Completion([0] * completion_length, [], "length")
         plans, counts = [], self.prompts_per_team

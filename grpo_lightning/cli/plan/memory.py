@@ -231,7 +231,7 @@ def deepspeed_settings(arguments: dict[str, Any]) -> tuple[int, bool, bool]:
 def optimizer_bytes(
     factory: Callable[[Iterable[Parameter]], Optimizer], settings: Any, width: int
 ) -> tuple[float, list[str]]:
-    """Measure the optimizer state per trained weight by a step on a small tensor. Returns: (bytes, remarks).
+    """Measure the optimizer state after a step on a small tensor. Returns: (bytes per trained weight, remarks).
 
     The tensor has `width` bytes per weight. For optimizers that factorize matrices, the result is too high, because
     larger matrices need fewer bytes per weight.
@@ -453,7 +453,11 @@ def format_ranks(ranks: int) -> str:
 
 
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
-    """If `model.offload` names a part, split it: one part on the device (training), one on the CPU (sampling)."""
+    """Apply `model.offload` to a part of the memory.
+
+    If the part is offloaded, the result has two parts. The first part is on the device during training. The second part
+    is on the CPU during sampling. If the part is not offloaded, or if it is always on the CPU, the result is `[part]`.
+    """
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:
         return [part]
@@ -686,14 +690,17 @@ def activation_bytes(
 
 
 def logits_bytes(model: ModelSizes, batch: ScoredBatch, mode: Checkpointing = "none") -> tuple[int, int]:
-    """Bytes of the float32 logits: (kept for the backward pass, temporary while the entropy is computed).
+    """Memory of the float32 logits of a micro-batch. Returns: (kept, temporary), two numbers of bytes.
+
+    The backward pass needs `kept` bytes. The computation of the entropy needs `temporary` further bytes.
 
         unsliced   kept = 4 R T V, temporary = 16 C T V
         sliced     kept = 0, temporary = 20 S V
 
     T is the completion length, V the vocabulary size, and S the `head_chunk_size`. C is the number of completions in
-    the largest chunk (`policy.chunk_size`). R is C if chunks are recomputed, otherwise the number of all completions.
-    If a chunk has more than S tokens, the logits are sliced, and computed again in the backward pass.
+    the largest chunk (`policy.chunk_size`). If chunks are recomputed, R is C. Otherwise, R is the number of completions
+    in the micro-batch. If a chunk has more than S tokens, the logits are sliced, and computed again in the backward
+    pass.
     """
     if batch.has_sliced_head:
         assert batch.head_chunk_size is not None
