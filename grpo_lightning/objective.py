@@ -74,7 +74,7 @@ SurrogateName = Literal[
 
 
 class StepCounts(NamedTuple):
-    """Counts of an optimizer step over all ranks. The loss is divided by one of them."""
+    """Counts of an optimizer step, summed over all ranks. The divisor of the loss depends on one of these counts."""
 
     num_tokens: int
     """Number of completion tokens that are not masked."""

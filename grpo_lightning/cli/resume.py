@@ -98,8 +98,10 @@ def version_of(path: Path, runs: Path) -> Path | None:
     """Find the version folder in `runs` that a checkpoint belongs to.
 
     Returns:
-        The version folder that contains the checkpoint, or else that of the run that saved the checkpoint. None if
-        neither is in `runs`.
+        - If a version folder in `runs` contains the checkpoint, this version folder.
+        - Otherwise, if the run that saved the checkpoint has its version folder in `runs`, the version folder of this
+          run.
+        - Otherwise, None.
     """
     inside = version_around(path, runs)
     if inside is not None or (folder := saved_by(path)) is None:

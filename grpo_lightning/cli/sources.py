@@ -220,7 +220,7 @@ def with_origin(message: str, sources: Iterable[Source]) -> str:
 
 
 def holds(tree: Any, keys: Sequence[str]) -> bool:
-    """True if nested settings have a value at a dotted key, with or without `init_args`."""
+    """True if nested settings have a value at a dotted key. The dotted key may leave out `init_args`."""
     if not keys:
         return True
     if not isinstance(tree, Mapping):

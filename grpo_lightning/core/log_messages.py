@@ -117,7 +117,7 @@ class AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # generic onl
 
 
 class Wrapped(logging.Formatter):
-    """Breaks long messages between words if they are printed in a terminal. Paths stay whole."""
+    """Breaks long lines at spaces if stderr is a terminal. Paths without spaces stay whole."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
@@ -176,7 +176,7 @@ def show_messages() -> None:
 
 
 def quiet_libraries(*, has_validation: bool) -> None:
-    """Silence messages of Lightning, torch and transformers that are irrelevant to recipes. Other warnings stay.
+    """Silence harmless messages of other packages, and the progress bars of transformers. All other warnings stay.
 
     Only the command line calls this function, because in other programs, the application decides what is shown.
     """

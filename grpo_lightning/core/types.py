@@ -425,7 +425,11 @@ class ImageView:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Pixels of the original image per unit of the policy's coordinates (x, y). Raises: ValueError if unknown."""
+        """(x, y): pixels of the original image per unit of the policy's coordinates.
+
+        Raises:
+            ValueError: If `coordinates` is None.
+        """
         if self.coordinates is None:
             raise ValueError(
                 "The box coordinates of this policy's model family are not known: set `coordinates` of the reward to "
@@ -502,7 +506,7 @@ class VisionInputs:
 
 @dataclass
 class ObservedImages:
-    """An observation that contains images. It has the tokens of a completion from `start` to `end`."""
+    """An observation that contains images. Its tokens are `token_ids[start:end]` of the completion."""
 
     start: int
     end: int
@@ -534,9 +538,9 @@ NOT_SAVED = "not_saved"
 
 
 def settings_of(kind: type[Settings], value: Settings | Mapping[str, Any] | None, key: str) -> Settings:
-    """Convert a mapping of fields to settings of the type `kind`. None gives the defaults.
+    """Create settings of the type `kind` from a mapping of field names to values. None gives the defaults.
 
-    Settings of this type are returned unchanged.
+    If `value` already is of this type, it is returned unchanged.
 
     Raises:
         ValueError: If the value is neither a mapping nor None nor settings of this type.

@@ -21,7 +21,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Build a mapping. Raises: DuplicateKeyError if a key occurs twice. `load` adds the text's name."""
+        """Build a mapping. Raises: DuplicateKeyError if a key occurs twice."""
         seen: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:

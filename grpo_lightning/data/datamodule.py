@@ -38,35 +38,37 @@ class PromptDataModule(L.LightningDataModule):
     Args:
         datasets: Training mixture: a list of dataset entries (or paths of data files), the path of one data file, or
             the path of a YAML file with the key `datasets`.
-        val_datasets: Validation mixture; null for no validation.
+        val_datasets: Validation mixture. If `val_datasets` and `val_split` are null, there is no validation.
         test_datasets: Mixture for `test` and `predict`; null uses the validation prompts.
-        val_split: Number (200) or share (0.05) of the training prompts that are held out for validation. Cannot be
-            combined with `val_datasets`. The held-out prompts are sampled with `seed`.
-        batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, this is the number of
-            prompts per team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts per
-            update.
+        val_split: Number (200) or share (0.05) of training prompts to hold out for validation. Cannot be combined with
+            `val_datasets`. The held-out prompts are sampled with `seed`.
+        batch_size: Prompts per rank and rollout. If the module's `ranks_per_group` is above 1, `batch_size` is the
+            number of prompts per team of ranks. `trainer.accumulate_grad_batches` does not change the number of prompts
+            per update.
         val_batch_size: Prompts per rank and validation step; null uses `batch_size`.
         shuffle: Shuffle the training prompts in a new order every epoch.
-        seed: Seed of the order, of `random:N` and of `val_split`; null uses the seed of `seed_everything`.
+        seed: Seed of `shuffle`, of the sampling strategy `random:N` and of `val_split`; null uses the seed of
+            `seed_everything`.
         system_prompt: System message for every chat that has no system message: a text, a file, or one of the names
             `tags` and `gsm8k_xml`.
         question_template: Template for every question: a text with `{question}`, a file, or one of the names `tags`,
             `tags_only`, `tags_json`, `tags_json_example`, `tags_before`, `tags_boxes` and `tags_number`.
         prompt_as: Form of prompts that are text. With "text", the text is tokenized as it is. With "chat", the text
-            becomes a user turn. "auto" is like "chat", but text from the column `prompt` is tokenized as it is if the
-            row has no images and there is no system prompt.
+            becomes a user turn. "auto" means "text" if the text is in the column `prompt`, the row has no images, and
+            `system_prompt` is null. Otherwise, "auto" means "chat".
         chat_template_kwargs: Keyword arguments for the chat template, for example `enable_thinking: false`.
         max_prompt_length: Maximum number of tokens of a prompt, including the chat template; null for no limit.
-        overlong_prompts: Handling of longer prompts: "error" stops the run, "drop" removes the prompts, "truncate"
-            keeps their last tokens.
+        overlong_prompts: Handling of prompts that are longer than `max_prompt_length`. "error" stops the run. "drop"
+            removes these prompts. "truncate" keeps the last tokens of these prompts.
         num_proc: Worker processes that parse rows and count tokens. The prompts do not depend on this number.
-        num_workers: Number of threads. Before the run, they check images. While the policy trains, they decode the
-            images of the next batch. For a stream, they convert rows to prompts in advance.
+        num_workers: Number of threads. Before the run, the threads check images. While the policy trains, the threads
+            decode the images of the next batch. For a stream, the threads convert rows to prompts in advance.
         shuffle_buffer: Number of rows that a stream keeps in memory. The next row is sampled from these rows.
-        prepare: Function that downloads or builds the files. It is called once per machine, before the files are read.
-        bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" lists the bad
-            rows, and stops the run before any weights are loaded. (The rows of a stream are checked when they are read.
-            The first bad row then stops the run.) "drop" removes the bad rows and logs them.
+        prepare: Function that downloads or builds the data files. The function is called once per machine, before the
+            data files are read.
+        bad_images: Handling of rows with unreadable images or with boxes outside the image. "error" lists the bad rows,
+            and stops the run before any weights are loaded. (A row of a stream is checked only when the row is read.
+            With "error", the first bad row of a stream stops the run.) "drop" removes the bad rows and logs them.
         image_root: Base folder of relative image paths, for datasets without an `image_root` of their own. With null,
             the base is the folder that contains the file `json_path`, or the folder that `dataset` names.
     """

@@ -166,7 +166,7 @@ def describe_prompts(prompts: Iterable[Prompt], known: set[str] | None = None) -
 
 
 def prompt_form(prompt: Prompt) -> tuple[str, str]:
-    """The form of a prompt in words, and the form in which reward functions get a completion of the prompt."""
+    """Describe the form of a prompt, and the form in which reward functions get a completion of this prompt."""
     return ("plain text", "a string") if isinstance(prompt.content, str) else ("chats", "a list of messages")
 
 

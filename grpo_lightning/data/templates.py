@@ -91,8 +91,8 @@ class PromptTemplate:
 
     prompt_as: PromptAs = "auto"
     """Form of prompts that are text. `text`: the text is tokenized as it is. `chat`: the text becomes a user turn.
-    `auto`: like `chat`, but text from the column `prompt` is tokenized as it is if the row has no images and there is
-    no system prompt."""
+    `auto`: like `text` if the text is in the column `prompt`, the row has no images, and `system_prompt` is None.
+    Otherwise, `auto` is like `chat`."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for the chat template of every prompt, for example `enable_thinking: false`."""

@@ -279,9 +279,12 @@ class _Corpus:
 
 
 def pad(rows: list[tuple[list[int], list[int]]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Concatenate prompts and completions, padded on the right. Returns: (ids, targets), [B, L + T] each.
+    """Concatenate each prompt with its completion, then pad the concatenated rows on the right.
 
     With causal attention, this padding needs no attention mask.
+
+    Returns:
+        (ids, targets), [B, L + T] each. L + T is the length of the longest concatenated row.
     """
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     ids = torch.full((len(rows), longest), pad_token_id)

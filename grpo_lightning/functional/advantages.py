@@ -72,10 +72,12 @@ def group_relative_advantages(
         [N, G] float32, or float64 if the rewards are float64.
 
     Raises:
-        ValueError: If the rewards are not [N, G] with G >= 2, the baseline or scale is unknown, the lengths are
-            missing, or k is out of range.
-        ValueError: If a reward is below 0, and the scale is "group_mean".
-        ValueError: If the scale "batch_advantage_std" is combined with the baseline "length_weighted" or "pass_at_k".
+        ValueError: If the rewards do not have the shape [N, G] with G >= 2.
+        ValueError: If the baseline or the scale is unknown.
+        ValueError: If the baseline is "length_weighted", and `lengths` is None or does not have the shape [N, G].
+        ValueError: If the baseline is "pass_at_k", and k is neither None nor from 2 to G.
+        ValueError: If the scale is "group_mean", and a reward is below 0.
+        ValueError: If the scale is "batch_advantage_std", and the baseline is "length_weighted" or "pass_at_k".
     """
     _check_shape(rewards)
     if scale == "batch_advantage_std" and baseline in ("length_weighted", "pass_at_k"):

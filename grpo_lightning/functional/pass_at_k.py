@@ -33,18 +33,19 @@ def pass_at_k(solved: Tensor, sampled: Tensor, k: int) -> Tensor:
 def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     """Compute the gain of each completion for the baseline "pass_at_k".
 
-    The gain of a completion is its lead over the best of k - 1 others, averaged over all choices of the others. A
-    negative lead counts as 0.
+        gain[n, g] = mean of max(r[n, g] - max of r[n, S], 0) over all sets S of k - 1 others
+
+    The others are all scorable completions of the group except g.
 
     Args:
         rewards: [N, G] one reward per completion; nan is not scorable.
-        k: Number of completions compared: one and k - 1 others. None means all scorable completions of the group.
+        k: Number of completions to compare: g and k - 1 others. None means the group's number of scorable completions.
 
     Returns:
         [N, G]; 0 where the reward is nan, and in groups with fewer than k scorable completions.
 
     Raises:
-        ValueError: If k is not from 2 to G.
+        ValueError: If k is neither None nor from 2 to G.
     """
     if k is not None and not 2 <= k <= rewards.size(1):
         raise ValueError(

@@ -23,8 +23,8 @@ def high_entropy_tokens(entropies: Tensor, fraction: float) -> Tensor:
     `torch.quantile` refuses large inputs.
 
     Args:
-        entropies: [M] nats.
-        fraction: Fraction of the tokens to choose, above 0 and at most 1.
+        entropies: [M] entropy of each token, in nats.
+        fraction: The function chooses this fraction of the M tokens. The fraction is above 0 and at most 1.
 
     Returns:
         [M] bool, True at the chosen tokens.

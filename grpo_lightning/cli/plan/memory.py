@@ -424,10 +424,13 @@ def gradient_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
 
 
 def optimizer_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
-    """Optimizer states, DeepSpeed's 32-bit weights and gradients, and the temporary memory of an optimizer step.
+    """Optimizer states, master weights, master gradients, and the temporary memory of an optimizer step.
 
-    The temporary memory is a copy of one of the two optimizer states. ZeRO-1 and ZeRO-3 also copy the gradients to 32
-    bits.
+    Master weights and master gradients are 32-bit copies. Only DeepSpeed has master weights. Only DeepSpeed with an
+    offloaded optimizer has master gradients.
+
+    The temporary memory is a copy of one of the two optimizer states. With ZeRO-1 and ZeRO-3, the temporary memory also
+    contains a 32-bit copy of the gradients. If the optimizer is offloaded, there is no temporary memory.
     """
     division, per_weight, on_cpu = settings.division, settings.optimizer_bytes, settings.division.offloads_optimizer
     own = -(-model.num_stepped // division.optimizer)

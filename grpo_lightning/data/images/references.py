@@ -1,4 +1,4 @@
-"""Lazy image references for the images of a row, in any form that datasets use."""
+"""Lazy references to the images of a row."""
 
 from __future__ import annotations
 
