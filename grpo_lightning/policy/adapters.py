@@ -57,7 +57,7 @@ def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
 
 
 def weights_of(layer: Any, kind: str, adapter: str) -> Iterator[nn.Parameter]:
-    """Iterate over one kind of weights of an adapter in one of its layers, for example "lora_A"."""
+    """Iterate over the weights of one kind, for example "lora_A", that an adapter has in a layer."""
     parts = getattr(layer, kind)
     if adapter in parts:
         yield from parts[adapter].parameters() if isinstance(parts[adapter], nn.Module) else [parts[adapter]]

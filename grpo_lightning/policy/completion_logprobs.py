@@ -701,7 +701,7 @@ class SlicedHead:
         return (states / self.scale).to(dtypes[0])  # type: ignore[no-any-return]
 
     def score(self, model: nn.Module, inputs: dict[str, Any], aligned: Aligned, ids: Tensor, mask: Tensor) -> Tensor:
-        """Score the tokens slice by slice. The model's code after the head gets the results instead of logits."""
+        """Score the tokens slice by slice."""
 
         def score_slices(logits: Logits, hidden: Tensor) -> Tensor:
             real_tokens = mask.flatten().nonzero()[:, 0]

@@ -275,7 +275,11 @@ class Encoder:
         return EncodedPrompt(ids.tolist(), PromptVision(tensors, types, num_image_tokens), views)
 
     def view(self, image: Image, number: int, tensors: Mapping[str, Tensor]) -> ImageView:
-        """Original size of an image, and its size as resized by the processor (the original size if unknown)."""
+        """Make the `ImageView` of an image.
+
+        If the processor's tensors do not contain the size after resizing (`image_grid_thw`), `seen_width` and
+        `seen_height` are the original width and height.
+        """
         resized = image.size
         if "image_grid_thw" in tensors:
             _, rows, columns = tensors["image_grid_thw"][number].tolist()

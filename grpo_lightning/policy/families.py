@@ -100,10 +100,10 @@ def family_of(config: Any) -> Family | None:
 
 
 def native_checkpoints(name: str) -> str:
-    """Name a native transformers checkpoint to use instead of an InternVL checkpoint that needs remote code.
+    """Native transformers checkpoints to use instead of an InternVL checkpoint that needs remote code.
 
-    If `name` ends like `InternVL3-2B` or `InternVL3_5-4B`, its native checkpoint is named. For any other name, two
-    examples are named.
+    If `name` ends like `InternVL3-2B` or `InternVL3_5-4B`, the result names the native version of this checkpoint. For
+    any other name, the result names two native checkpoints as examples.
     """
     size = re.search(r"InternVL(3|3_5)-(\d+B)$", name.rstrip("/"))
     if size is None:
@@ -143,7 +143,10 @@ def inner_model(model: nn.Module) -> Any:
 
 
 def is_tower_trained(model: nn.Module) -> bool:
-    """True if every pass has to encode images again, because the vision tower is trained or its family is unknown."""
+    """True if the vision tower or its projector is trained, or if the model's family is unknown.
+
+    In both cases, every pass has to encode images again.
+    """
     family = family_of(base_model(model).config)
     if family is None:
         return True

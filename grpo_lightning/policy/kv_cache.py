@@ -398,7 +398,7 @@ class SharedPrompts(Cache):
         prefilled: The states of N prompts.
         mask: [N, L] bool, False at padding.
         prompt_of: [rows] index of each row's prompt.
-        longest: Maximum number of tokens per row that will be stored.
+        longest: Maximum number of completion tokens to store per row.
     """
 
     has_fixed_shapes = False
@@ -594,7 +594,11 @@ class SharedPrompts(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values of a layer, [rows, key heads, 1, head size], and return them."""
+        """Store the keys and values of the new tokens in one layer.
+
+        Returns:
+            The arguments `key_states` and `value_states`, each [rows, key heads, 1, head size].
+        """
         for own, states in zip(self.own[layer_idx], (key_states, value_states), strict=True):
             if self.ages is None:
                 own[:, :, self.length - 1] = states[:, :, 0]

@@ -172,8 +172,9 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
 
     Args:
         model: The base model.
-        names: Suffixes of layer names to select; None selects all layers that can have an adapter, except the head.
-        saved: Names of modules that are trained completely, and therefore get no adapter.
+        names: A layer is selected if its name ends in one of these suffixes. None selects all layers that can have an
+            adapter, except the head.
+        saved: Names of modules that are trained completely. These modules and their layers get no adapter.
 
     Raises:
         ValueError: If a suffix matches no layer, or matches a layer that cannot have an adapter.

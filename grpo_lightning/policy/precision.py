@@ -72,10 +72,10 @@ def forward_in_float32(module: nn.Module, hidden: Tensor, **kwargs: Any) -> Tens
 
 
 def linear_copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copy linear layers' float32 weights to autocast's dtype. Returns: copies by the names of the weights.
+    """Copy the float32 weights of linear layers, and convert the copies to `dtype`.
 
-    A layer whose `forward` was replaced gets no copy. In a model with DoRA, no layer gets a copy, because DoRA reads
-    the weights themselves.
+    The keys of the result are the names of the weights. A layer whose `forward` was replaced gets no copy. In a model
+    with DoRA, no layer gets a copy, because DoRA computes norms of the float32 weights.
     """
     if any("lora_magnitude_vector" in name for name, _ in model.named_parameters()):
         return {}

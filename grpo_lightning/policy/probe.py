@@ -318,9 +318,11 @@ def choose_head(scorer: Scorer, model: nn.Module) -> tuple[Scorer, str]:
 def slices_difference(model: nn.Module, sliced: Scorer) -> Tensor:
     """Absolute differences between log-probs of the sliced and the full head: [tokens], nats; [2 * tokens] on a GPU.
 
-    On a GPU, the prompt pass of the sliced head has no mask only if attention computes in 16 bits
-    (`columns_of_prompts`). The probe can compute in 32 bits although the run computes in 16 bits. On a GPU, the
-    log-probs are therefore compared a second time, without the mask if the model allows that.
+    On a GPU, the sliced head's prompt pass can leave out the mask if attention computes in 16 bits. If attention
+    computes in 32 bits, the prompt pass normally has a mask (`columns_of_prompts`). The probe can compute in 32 bits
+    even if the run computes in 16 bits. On a GPU, the log-probs are therefore compared a second time. If the model
+    supports a prompt pass without a mask, the sliced head leaves out the mask in the second comparison, even in 32
+    bits.
     """
     full = Scorer(sliced.path, head_chunk_size=None)
     found = [probe_difference(model, sliced, full)]

@@ -1,4 +1,4 @@
-"""The reference policy of the KL term, which is the policy as it was when the run began.
+"""The reference policy of the KL term. The reference is the policy as it was when the run began.
 
 With `sync_reference`, the reference is periodically updated towards the policy (TR-DPO, arXiv:2404.09656):
 

@@ -106,7 +106,7 @@ class PlacedPrompts(NamedTuple):
 
 
 def accepts(model: nn.Module, argument: str) -> bool:
-    """True if the model's forward names this argument. `**kwargs` does not count, because a model can ignore it."""
+    """True if the model's forward has a parameter with the name `argument`. `**kwargs` does not count."""
     return argument in forward_arguments(type(base_model(model)))  # type: ignore[arg-type]
 
 

@@ -1,9 +1,9 @@
-"""The tokens between two turns of the policy, as the chat template writes them.
+"""The tokens that the chat template writes between two turns of the policy.
 
 The policy's own text is never tokenized again, because the result could differ from the tokens that the policy sampled.
-The chat template renders a placeholder (`MARK`) for the policy's turn, and the messages that follow this turn. In the
-rendered text, only the part behind the placeholder is tokenized. The tokens of this part are appended to the policy's
-own tokens.
+The chat template renders a conversation in which a placeholder (`MARK`) replaces the policy's text. The messages that
+follow the policy's turn come after the placeholder. Only the rendered text after the placeholder is tokenized. The
+resulting tokens are appended to the policy's own tokens.
 """
 
 from __future__ import annotations

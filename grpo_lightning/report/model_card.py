@@ -165,7 +165,11 @@ def own_weight(reward: Any) -> float:
 
 
 def reward_name(reward: Any) -> str:
-    """Name a reward's function or class in Markdown. If a `WeightedReward` gives it a name, this name comes first."""
+    """Name of a reward in Markdown. The default is the name of the reward's function or class.
+
+    If a `WeightedReward` sets another name, the other name comes first, and the default name follows in parentheses.
+    For a `Plugin`, the result is the `log_name`, or the short name if there is no `log_name`.
+    """
     settings = weighted_settings(reward)
     if settings is not None and "reward" in settings:
         inner, name = reward_name(settings["reward"]), settings.get("name")

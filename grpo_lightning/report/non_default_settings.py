@@ -121,7 +121,7 @@ def import_class(path: str) -> Any:
 
 
 def defaults(owner: Any) -> dict[str, Any]:
-    """Defaults of the parameters of a class by name; `UNKNOWN` for a parameter without a default."""
+    """Map the name of each parameter of a class to the parameter's default, or to `UNKNOWN` if there is none."""
     try:
         known = inspect.signature(owner).parameters
     except (TypeError, ValueError):  # an unknown class, or one that is written in C

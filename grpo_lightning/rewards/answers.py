@@ -275,7 +275,7 @@ def numbers_in(text: str) -> set[float]:
 
 
 def single_number(text: str) -> float | None:
-    """The number in a text; None if the text has no number, or numbers of different value."""
+    """The number in a text; None if the text has no number, or if two numbers in the text differ."""
     values = numbers_in(text)
     return values.pop() if len(values) == 1 else None
 

@@ -376,7 +376,7 @@ class WeightedReward(Reward):
         }
 
     def names(self, argument: str) -> bool:
-        """Whether the signature of the reward or of an inner reward names an argument, not counting `**kwargs`."""
+        """Whether the reward or an inner reward has a parameter with the name `argument`. `**kwargs` does not count."""
         return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:
