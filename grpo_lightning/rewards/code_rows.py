@@ -4,9 +4,9 @@
 |---|---|
 | open-r1/verifiable-coding-problems-python | `verification_info`: `{"language": "python", "test_cases": [case, ...]}` |
 | APPS, TACO | `input_output`: `{"inputs": [...], "outputs": [...], "fn_name": ...}` |
-| code_contests | `public_tests`, `private_tests`, `generated_tests`: `{"input": [...], "output": [...]}` |
+| code_contests | `public_tests`, `private_tests` and `generated_tests`, each `{"input": [...], "output": [...]}` |
 | DeepCoder | a list of cases |
-| LiveCodeBench | `public_test_cases` and `private_test_cases` (compressed), each a list of cases, and `metadata` |
+| LiveCodeBench | `public_test_cases` (a list of cases), `private_test_cases` (a compressed list of cases), `metadata` |
 | MBPP | `test_list`: `["assert f(1) == 2", ...]`, and `test_setup_code` or `test_imports` |
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
@@ -83,8 +83,10 @@ Test = Stdin | Call | Code
 def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None = None) -> list[Test]:
     """Read the tests in a value of a data row.
 
-    For test code, `entry_point` is the Python expression that is passed to its function `check`. For a case without a
-    function's name, `entry_point` is the function to call.
+    `entry_point` is a Python expression, or None. An expression is used in two places:
+
+    - In test code that defines a function `check`, `check` is called with the expression.
+    - In a case that has neither a function's name nor a type in `STDIN_TYPES`, the expression names the function.
 
     Raises:
         ValueError: If `value` has no format of this module's docstring.

@@ -99,7 +99,7 @@ class SoftOverlong(Reward):
 
 
 class Cosine(Reward):
-    """Cosine-scaled length reward that gives more to short correct answers and penalizes long wrong answers less.
+    """Reward that by default falls with the length of correct answers and rises with the length of wrong answers.
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 

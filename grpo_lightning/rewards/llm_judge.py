@@ -64,10 +64,13 @@ class Queries:
 class LLMJudge(AnswerReward):
     r"""The score from 0 to 1 that a language model (the judge) gives to an answer (VLM-R1's method `llm`).
 
-    The judge gets the question, the ground truth and the answer of the completion. The question is the text of the
-    prompt or, for a chat, of the last message. If the completion continues an assistant message, the question is the
-    text of the message before it. The answer is the content of the last `<answer>...</answer>`. Without these tags, it
-    is the last `\boxed{...}` after the reasoning, or else the whole text after the reasoning.
+    The judge gets the question, the ground truth and the completion's answer. If the prompt is a text, the question is
+    this text. If the prompt is a chat that ends with an assistant message, the completion continues this message, and
+    the question is the text of the second-last message. For any other chat, the question is the text of the last
+    message.
+
+    The answer is the content of the last `<answer>...</answer>`. Without these tags, the answer is the content of the
+    last `\boxed{...}` after the reasoning. Without such a box, the answer is the whole text after the reasoning.
 
     If a query fails, or the reply has no score, the completion is not scorable (None). A warning is logged, and the
     fraction of such completions is logged as `reward/llm_judge/failed`. The reward raises an error if all queries of a

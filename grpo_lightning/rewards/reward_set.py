@@ -173,9 +173,10 @@ class RewardSet:
 
             total[n, g] = sum of weight[r] * value[r, n, g] over all rewards r that apply to group n
 
-        A reward applies to a group if it is called for the group's prompt, and gives a value to at least one
-        completion. A completion to which such a reward gives no value is not scorable, and its total is NaN. If no
-        reward applies to a group, all its totals are NaN. Rewards of weight 0 are ignored in these rules.
+        A reward applies to a group if (a) the reward is called for the group's prompt and (b) the reward gives a value
+        to at least one completion of the group. If a reward that applies to a group gives no value to a completion of
+        the group, this completion is not scorable, and its total is NaN. If no reward applies to a group, all totals of
+        the group are NaN. Rewards of weight 0 are ignored in these rules.
 
         Args:
             groups: N groups of G completions each.

@@ -25,14 +25,15 @@ class ExactMatch(AnswerReward):
     Full-width characters become ASCII. Numbers are not compared by value: "1.0" is not "1".
 
     Args:
-        answer_column: The data column with the ground truth, text or a number. If the text has answer tags, `\boxed{}`
-            or `####`, the answer is what they mark. The reward does not apply to a row without an answer.
+        answer_column: The data column with the ground truth, which is text or a number. If the text has answer tags,
+            `\boxed{}` or `####`, the row's answer is the text in the tags, in the box or after `####`. The reward does
+            not apply to a row without an answer.
         extract: The place of the completion's answer: the last `<answer>...</answer>` ("answer_tag"), the last
             `\boxed{}` ("boxed"), the text after the last `####` up to the end of the line ("hashes"), or the whole
-            completion ("text"). "auto" reads the first of these places that the completion has: (a) answer tags, (b)
-            `\boxed{}`, (c) an announcement ("The answer is 7.") or `#### 7`, (d) bold text (**7**), and (e) the end of
-            the last line ("3 + 4 = 7") if the completion is not truncated.
-        is_normalized: True normalizes both answers. False removes only the whitespace around them.
+            completion ("text"). "auto" reads the first of the following places that the completion has: (a) answer
+            tags, (b) `\boxed{}`, (c) an announcement ("The answer is 7.") or `#### 7`, (d) bold text (**7**), and,
+            unless the completion is truncated, (e) the end of the last line ("3 + 4 = 7").
+        is_normalized: True normalizes both answers. False removes only the whitespace around both answers.
     """
 
     def __init__(

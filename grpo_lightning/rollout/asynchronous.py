@@ -108,8 +108,8 @@ class InFlight:
     def take(self, prompts: Sequence[Prompt], progress: Progress | None = None) -> list[Group | None]:
         """Wait until all sampling in the background has ended, and take the group of each of N prompts.
 
-        Collective: every rank must call it. If sampling has failed for a prompt, all requests of the same call of
-        `request` are forgotten, and all ranks log a warning.
+        Collective: every rank must call `take`. If sampling has failed for a prompt, `take` forgets every prompt that
+        was requested in the same call of `request` as the failed prompt, and all ranks log a warning.
 
         Returns:
             N groups; None for each prompt that was not in flight, or for which sampling has failed.

@@ -105,10 +105,10 @@ def resample(
 ) -> tuple[Rollout, Resampling]:
     """Replace idle groups (`DynamicSampling.is_idle`) by groups of new prompts, until rounds or prompts run out.
 
-    Collective: every rank takes part in every round, even without a group to replace. `sample_and_score` gets prompts
-    and their global indices. The global index of a group is its position among all groups that all ranks sample for
-    this rollout. This index determines the prompt and the seed, so that completions do not depend on the number of
-    ranks. If ranks share groups (`teams`), only the first member of a team holds the groups.
+    Collective: every rank takes part in every round, even if the rank has no group to replace. `sample_and_score` gets
+    prompts and the global indices of their groups. The global index of a group is its position among all groups that
+    all ranks sample for this rollout. This index determines the prompt and the seed, so that completions do not depend
+    on the number of ranks. If ranks share groups (`teams`), only the first member of a team holds the groups.
 
     Returns:
         The rollout of N groups, with each new group in the row of the group that it replaces; and the counts.

@@ -252,7 +252,7 @@ OWN_GROUPS = (
 
 
 def sending_problem(ranks_per_group: int, environments: Iterable[Any]) -> str | None:
-    """The message that environments cannot be sent to the other ranks of a team; None if they can be sent."""
+    """The error message for an environment that the ranks of a team cannot send each other; None if all can be sent."""
     for environment in environments:
         if reason := pickling_problem(environment):
             return (

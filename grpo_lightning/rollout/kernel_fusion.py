@@ -6,7 +6,7 @@ Operations run one by one in three cases:
 - The compilation of these operations has failed.
 - The compiled kernels have computed other numbers than the unfused operations.
 
-Layers are fused only in rollouts with steps that run from CUDA graphs (`cuda_graphs.py`). Start with `Fused`.
+Layers are fused only in rollouts with steps that run from CUDA graphs (`cuda_graphs.py`). The main class is `Fused`.
 """
 
 from __future__ import annotations

@@ -164,7 +164,10 @@ PER_ROW = ("index", "logits", "position", "history", "has_ended")
 
 
 def fit_history(ids: Tensor, columns: int) -> Tensor:
-    """Drop first columns of ids [rows, any], or repeat the first column, to get ids [rows, columns]."""
+    """Convert ids [rows, any] to ids [rows, columns].
+
+    If there are too many columns, the first columns are dropped. If there are too few, the first column is repeated.
+    """
     missing = columns - ids.shape[1]
     return ids[:, -columns:] if missing <= 0 else torch.cat([ids[:, :1].expand(-1, missing), ids], 1)
 

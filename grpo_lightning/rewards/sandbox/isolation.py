@@ -116,8 +116,8 @@ class Isolation:
         allow_file_reads: Continue without Landlock if the kernel lacks it.
 
     Raises:
-        IsolationError: If this is not 64-bit Linux on x86_64 or aarch64, or if the kernel has no Landlock and
-            `allow_file_reads` is false.
+        IsolationError: If the system is not 64-bit Linux, or the CPU is neither x86_64 nor aarch64.
+        IsolationError: If `allow_file_reads` is false, and the kernel has no Landlock.
     """
 
     def __init__(self, *, allow_file_reads: bool = False) -> None:
@@ -219,7 +219,11 @@ class Isolation:
 
 
 def architecture() -> str:
-    """The architecture. Raises: IsolationError if this is not 64-bit Linux on x86_64 or aarch64."""
+    """The architecture.
+
+    Raises:
+        IsolationError: If the system is not 64-bit Linux, or the CPU is neither x86_64 nor aarch64.
+    """
     machine = os.uname().machine if hasattr(os, "uname") else "another architecture"
     if sys.platform != "linux" or machine not in _AUDIT_ARCH or struct.calcsize("P") != 8:
         raise IsolationError(f"programs run on 64-bit Linux on x86_64 or aarch64 only, got {sys.platform} on {machine}")

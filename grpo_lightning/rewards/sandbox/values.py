@@ -14,8 +14,8 @@ the builtin type. An object of any other type is kept in the program's process, 
 | range | `["r", [start, stop, step]]` |
 | all others | `["o", place, type]` |
 
-`place` is the index among the kept objects, or a global name. `type` is the name of the object's type (empty if the
-tests send it).
+`place` is the index of the object among the kept objects, or the global name of the object. `type` is the name of the
+object's type. If the tests send the object to the program, `type` is empty.
 
 This module imports only the standard library, because the launcher runs without installed packages.
 """
@@ -134,7 +134,10 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def refuse(value: Any, *_: Any) -> Any:
-    """Raise PlainError. As the argument `keep` or `find`, this function allows only the types in the table."""
+    """Raise PlainError.
+
+    Use this function as `keep` of `encode` or as `find` of `decode` to allow only the types in the table.
+    """
     raise PlainError(f"{type(value).__name__} objects cannot be passed to another process")
 
 

@@ -305,7 +305,7 @@ def device_options(sleep_level: int) -> dict[str, Any]:
 
 
 def free_unused_memory() -> None:
-    """Collect garbage and free torch's cached GPU memory, because vLLM and training allocate memory in turn."""
+    """Collect garbage and free torch's cached GPU memory, because vLLM and training use GPU memory alternately."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -135,8 +135,9 @@ def requests_of(
 ) -> list[Request]:
     """Make one request per completion, in the order of the prompts.
 
-    `limits` replace the maximum number of tokens in `settings`, per prompt. The seed of a request follows from the seed
-    of the prompt and the index of the completion in its group.
+    For each prompt, `limits` has the maximum number of tokens per completion. `limits` takes precedence over the
+    `max_tokens` of `settings`. The seed of a request follows from the seed of the prompt and the index of the
+    completion in the prompt's group.
     """
     limit_of: Sequence[int | None] = limits or [None] * len(prompts)
     of_prompts = zip(prompts, seeds, images or [None] * len(prompts), limit_of, strict=True)
