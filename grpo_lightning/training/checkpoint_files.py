@@ -290,11 +290,11 @@ class RankFiles:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def read_cycle(self, moment: str, rank: int, share: Mapping[str, int]) -> dict[str, Any]:
-        """Read the pending rollout that a rank saved, and check that it is the expected part (`saved_share`).
+        """Read a rank's part of the pending rollout. `share` describes the expected part (see `saved_share`).
 
         Raises:
             FileNotFoundError: If the file is missing.
-            ValueError: If the file has another part of the rollout.
+            ValueError: If the file contains a different part of the rollout than the part that `share` describes.
         """
         state: dict[str, Any] = self.read(moment, rank)
         found = {name: state.get(name) for name in share}

@@ -65,7 +65,10 @@ STEPS: dict[str, tuple[type, str]] = {
 
 
 def checked_step(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a subclass's override of a method in `STEPS`. The wrapper raises ValueError for a wrong return type."""
+    """Wrap a subclass's override of the step `name` (see `STEPS`). The wrapper checks the return value.
+
+    If the override returns a wrong type, the wrapper raises ValueError.
+    """
     kind, expected = STEPS[name]
 
     @functools.wraps(step)
@@ -104,9 +107,10 @@ def required_hook(hook: Hook) -> Hook:
 
 
 def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an override of a required hook. The wrapper runs the module's own hook if the override did not call it.
+    """Wrap an override of the required hook `own`. If the override does not call `own`, the wrapper then calls `own`.
 
-    The module's own hook runs last, because an override of `setup` often makes the data that this hook checks.
+    The override runs first, because an override of `setup` often makes the data that `GRPOLightningModule.setup`
+    checks.
     """
 
     @functools.wraps(override)
@@ -335,7 +339,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
-    """Round `max_steps` and the number of batches per epoch up to complete cycles, with a warning.
+    """Round up `max_steps` and `limit_train_batches` to complete cycles, and log a warning for each changed limit.
 
     A limit inside a cycle would discard a part of the rollout, and could end an accumulation window early. So even
     `fast_dev_run` runs one complete cycle. `cycle` is a number of micro-steps.
@@ -354,10 +358,10 @@ def round_up_limits(trainer: L.Trainer, cycle: int) -> None:
 
 
 def round_up_max_steps(trainer: L.Trainer, cycle: int, requested: int) -> None:
-    """Round `max_steps` up to complete cycles, with a warning. Call it again when a run has resumed.
+    """Round up `requested` to complete cycles, and set `max_steps` to the result.
 
-    A resumed run counts cycles from the beginning of the checkpoint's cycle, because earlier cycles may have had
-    another length.
+    After a run has resumed, call `round_up_max_steps` again. A resumed run counts cycles from the beginning of the
+    checkpoint's cycle, because earlier cycles may have had a different length than the cycles of the resumed run.
     """
     steps = cycle // trainer.accumulate_grad_batches
     num_done_in_cycle = micro_steps_done(trainer) % cycle // trainer.accumulate_grad_batches
@@ -388,11 +392,14 @@ def num_batches(trainer: L.Trainer) -> int:
 
 
 def check_validation_interval(trainer: L.Trainer) -> None:
-    """Check that the validation interval fits an epoch. If there is no validation data, only a warning is logged.
+    """Check that the validation interval fits an epoch.
+
+    If an interval is set, but there is no validation data, log a warning, and skip the check. If micro-steps are
+    counted across epochs (`check_val_every_n_epoch: null`), every interval fits.
 
     Raises:
-        ValueError: If `val_check_interval` is a number of micro-steps that exceeds an epoch, or is a fraction of an
-            epoch and the loader has no length.
+        ValueError: If `val_check_interval` is a number of micro-steps, and an epoch has fewer micro-steps. Also if
+            `val_check_interval` is a fraction of an epoch, and the loader has no length.
     """
     seconds = validation_seconds(trainer)
     every = 1.0 if seconds is not None else trainer.val_check_interval

@@ -59,7 +59,10 @@ def known_length(loader: Any) -> int | None:
 
 
 def keep_order(loaders: Any, *, is_on: bool = True) -> None:
-    """Make prompt sources keep the order of the data from their next epoch on, or shuffle again if `is_on` is false."""
+    """Turn off shuffling in the prompt sources among `loaders`. If `is_on` is false, each source's `shuffle` applies.
+
+    The change takes effect at the beginning of a source's next epoch.
+    """
     for loader in CombinedLoader(loaders).flattened:
         if isinstance(loader, PromptSource):
             loader.keeps_order = is_on
@@ -91,7 +94,7 @@ def validation_seconds(trainer: L.Trainer) -> float | None:
 
 
 def configured_optimizers(configured: Any) -> list[Optimizer]:
-    """The optimizers in the return value of `configure_optimizers`, which may be None, a list, a tuple or a dict."""
+    """The optimizers in `configured`, the return value of `configure_optimizers`; [] if `configured` is None."""
     return [] if configured is None else _configure_optimizers(configured)[0]
 
 

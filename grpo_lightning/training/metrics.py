@@ -141,7 +141,10 @@ class StepMetrics:
 
 
 def values_of(tallies_by_rank: Sequence[Mapping[str, Tally]]) -> dict[str, float]:
-    """Reduce the tallies of all ranks, sorted by name, because all ranks must log in the same order."""
+    """Reduce the tallies of all ranks to one value per metric.
+
+    The metrics are sorted by name, because all ranks must log the metrics in the same order.
+    """
     merged: dict[str, Tally] = {}
     for name in sorted({name for tallies in tallies_by_rank for name in tallies}):
         parts = [tallies[name] for tallies in tallies_by_rank if name in tallies]

@@ -490,8 +490,9 @@ def known_observations(cycle: Cycle) -> dict[int | str, Any]:
 def split_updates(groups: list[list[CompletionRow]], updates: int, share: Share) -> list[list[CompletionRow]]:
     """Split this rank's groups among the updates, in order.
 
-    If all ranks together have fewer groups than updates, single completions are divided instead. Indices over all ranks
-    determine the update, so every number of ranks gives the same updates.
+    If all ranks together have fewer groups than updates, completions of one group can be in different updates. Groups
+    and completions have indices across all ranks. The index determines the update, so the updates do not depend on the
+    number of ranks.
     """
     units, num_units = [(share.index(i), group) for i, group in enumerate(groups)], share.num_groups
     if share.num_groups < updates:

@@ -68,7 +68,7 @@ def offloaded_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. From a GPU, copy to pinned memory without waiting, which is faster."""
+    """Copy a tensor to the CPU. If the tensor is on a GPU, the function does not wait for the end of the copy."""
     if tensor.device.type != "cuda":
         return tensor.to(CPU)
     return torch.empty_like(tensor, device=CPU, pin_memory=True).copy_(tensor, non_blocking=True)

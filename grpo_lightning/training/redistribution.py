@@ -72,13 +72,14 @@ def saved_share(rank: int, world_size: int, ranks_per_group: int) -> dict[str, i
 def redistribute(saved: Sequence[Mapping[str, Any]], shape: CycleShape, *, teams: Teams, pad_id: int) -> Cycle:
     """Redistribute a pending cycle for this run's numbers of ranks and micro-batches.
 
-    `saved` contains the `Cycle.state_dict` of every rank of the checkpoint's run, with the entries of `saved_share`.
+    For every rank of the run that saved the checkpoint, `saved` contains the rank's `StepEnd.cycle_state`.
 
     Returns:
         This rank's part of the cycle, without `MicroBatch.num_chunks`.
 
     Raises:
-        ValueError: If an overridden `split_rollout` has not set `MicroBatch.groups` and `MicroBatch.numbers` correctly.
+        ValueError: If an override of `split_rollout` has not set `MicroBatch.groups` and `MicroBatch.numbers`, or has
+            set wrong values.
     """
     updates = [list[SavedRow]() for _ in saved[0]["counts"]]
     has_images = False

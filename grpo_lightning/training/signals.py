@@ -87,8 +87,11 @@ class GracefulStop(L.Callback):
     At the end of the step, all ranks save a checkpoint, and the run ends without validation. A resumed run continues
     with the rest of the epoch's data.
 
-    A further SIGTERM or SIGHUP is ignored. A second Ctrl-C within `REPEAT_SECONDS` of the first one is ignored as well.
-    Any other further Ctrl-C goes to the previous signal handler.
+    After the first signal:
+
+    - A SIGTERM or a SIGHUP is ignored.
+    - A SIGINT (Ctrl-C) is ignored if the first signal was also a SIGINT and came less than `REPEAT_SECONDS` earlier.
+    - In all other cases, a SIGINT goes to the signal handler that this callback has replaced.
 
     SIGHUP means that the terminal was closed or that the SSH connection broke. All further output to the terminal or to
     a pipe goes to `os.devnull` then, because a write to a closed terminal raises an error. If the process ignores

@@ -776,13 +776,14 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors with the other ranks. Returns: the number of missing completions on all ranks.
+        """Exchange errors and numbers of missing completions with the other ranks. Return the sum of the numbers.
 
-        The call is collective if `generate` is.
+        In the thread that has called `sync_weights`, the call is collective. In another thread, there is no exchange.
 
         Raises:
             Exception: The error of this rank.
             RuntimeError: The first error of another rank.
+            ServerError: If there is no exchange, and completions of this rank are missing.
         """
         if threading.get_ident() != self.syncing_thread:
             if error is not None:
