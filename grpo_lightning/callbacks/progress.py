@@ -108,8 +108,8 @@ class ProgressBar(LightningProgressBar):
     def on_train_start(self, *_: Any) -> None:
         """Reset the line.
 
-        Other callbacks can run evaluations in this hook. The clock starts after this hook (`start`), so the rate does
-        not include the time of these evaluations.
+        Other callbacks can run evaluations in this hook. The method `start` starts the clock after this hook, so the
+        rate does not include the time of these evaluations.
         """
         self.reset()
 

@@ -260,15 +260,15 @@ def members(hint: Any) -> list[Any]:
 
 
 def settings_class(hint: Any, default: Any = None) -> Any:
-    """Return the class whose arguments are the keys below a key; None if `class_path` has to name the class.
+    """Return the class of the object that a key configures; None if `class_path` has to name the class.
 
     The class is the first of these that exists:
 
     - the key's type, if this type is a dataclass
-    - the class that the key's default names
+    - the class at the `class_path` in the key's default value
     - the key's type, if this type is a class of this package and has no subclasses
 
-    For a list, the type of the items is used as the key's type.
+    If the key's type is a list, the type of the list's items is used instead.
     """
     kinds = [
         kind for member in members(hint) for kind in (get_args(member) if get_origin(member) is list else [member])

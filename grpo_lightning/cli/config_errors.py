@@ -305,7 +305,7 @@ def unknown_key(key: str, allowed: Iterable[str], keys: Mapping[str, Key] | None
 
 
 def wrong_import(problem: Problem, own: Key, sources: Iterable[Source]) -> str | None:
-    """Error message for an invalid import path, or a class that the key does not accept."""
+    """Error message for an import path that is invalid or that the key does not accept."""
     named = r"class_path '(.+?)'|Got value: Namespace\(class_path='(.+?)'|path string: (.+)$"
     named += r"|Import path (\S+) does not|thus '(.+?)' is not accepted|class, but (\S+) is abstract"
     if named_classes(own.hint) or "expects a function" in problem.text:
@@ -335,7 +335,10 @@ def name_of_fragment(key: str, name: str) -> str | None:
 
 
 def refusal(path: str, text: str) -> str | None:
-    """Reason why the parser (with the message `text`) refuses a class or function that can be imported."""
+    """Reason why the parser refuses a class or function; None if the reason is unknown.
+
+    `path` is a valid import path. `text` is the parser's error message.
+    """
     module_name, _, name = path.rpartition(".")
     value = getattr(import_module(module_name), name)
     if inspect.isabstract(value):

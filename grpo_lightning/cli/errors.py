@@ -94,7 +94,8 @@ def short_interrupt(command: str) -> Iterator[None]:
 def fixable_error(error: BaseException | None) -> BaseException | None:
     """Return the error if a user can fix it, else None.
 
-    For the parser's wrapper around an error of a constructor, the constructor's error is returned.
+    A parser's error can wrap a constructor's error. In this case, the function returns the constructor's error, or None
+    if a user cannot fix the constructor's error.
     """
     while error is not None and not is_expected(error):
         if innermost_module(error) != "jsonargparse":

@@ -127,7 +127,10 @@ GROUPS = {
 
 
 def command_parser(command: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """Make the argument parser of a command. The help ends with `examples`, given without "grpo-lightning"."""
+    """Make the argument parser of a command.
+
+    The help ends with `examples`. The function puts "grpo-lightning" in front of each example.
+    """
     lines = [f"  grpo-lightning {example}" for example in examples]
     return argparse.ArgumentParser(
         prog=f"grpo-lightning {command}",

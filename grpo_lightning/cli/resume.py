@@ -27,8 +27,9 @@ SHOWN = 20
 def why_unusable(path: Path, *, to_train: bool = False) -> str | None:
     """Return why a checkpoint is not usable; None if it is usable.
 
-    A usable checkpoint is complete, and with `to_train`, a run can resume from it. Only DeepSpeed itself can read a
-    DeepSpeed checkpoint, so this function reads only the checkpoint's `complete.json`.
+    A usable checkpoint is complete. If `to_train` is true, a run must also be able to resume from the checkpoint. Only
+    DeepSpeed itself can read a DeepSpeed checkpoint, so the function reads only the `complete.json` of such a
+    checkpoint.
     """
     if why := why_incomplete(path):
         return why

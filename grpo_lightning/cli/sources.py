@@ -170,7 +170,7 @@ def is_settings_file(value: str) -> bool:
 
 
 def load_settings(value: str) -> Any:
-    """Load the YAML or JSON file that the value of a flag names, or else the value itself as YAML.
+    """Load the settings in a flag's `value`, which is either YAML text or the path of a YAML or JSON file.
 
     Raises:
         ConfigurationError: For the same reasons as in `load`.
@@ -183,12 +183,16 @@ def load_settings(value: str) -> Any:
 def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     """Load YAML.
 
-    If `is_strict` is false, text that is not valid YAML is returned unchanged. Text is meant as settings if `is_strict`
-    is true or the text begins with a bracket or brace. Other text can be YAML by accident ("Rule: ...").
+    If `is_strict` is false:
+
+    - Text that is not valid YAML is returned unchanged.
+    - A key may occur twice in text that does not begin with a bracket or brace. Such text can be YAML by accident
+      ("Rule: ...").
 
     Raises:
         ConfigurationError: If `is_strict` is true and the text is not valid YAML.
-        ConfigurationError: If a key occurs twice in text that is meant as settings.
+        ConfigurationError: If `is_strict` is true and a key occurs twice.
+        ConfigurationError: If a key occurs twice in text that begins with a bracket or brace.
     """
     try:
         is_meant = is_strict or text.lstrip()[:1] in ("{", "[")

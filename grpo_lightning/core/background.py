@@ -1,4 +1,4 @@
-"""Calls in daemon threads, so that a call that hangs does not keep the process alive."""
+"""Daemon threads for function calls. A call that hangs does not keep the process alive."""
 
 from __future__ import annotations
 

@@ -116,8 +116,9 @@ def _is_cuda_only() -> bool:
 def part_of_group(num_generations: int, member: int, ranks_per_group: int) -> range:
     """The part of a prompt's G completions that one rank of a team samples and trains on.
 
-    The part has every R-th completion (see `Teams`). Consecutive completions belong to different members, because an
-    update can train on only some consecutive completions of a group (`split_updates`).
+    The part has every R-th completion (see `Teams`), so consecutive completions belong to different members. If
+    `split_updates` divides a group among several updates, each update gets consecutive completions. The members then
+    share these completions almost equally.
     """
     return range(member, num_generations, ranks_per_group)
 
@@ -213,7 +214,10 @@ class Teams:
         return self.first_rank + number % self.ranks_per_group
 
     def gather_from_firsts(self, value: T) -> list[T]:
-        """Return to every rank the values of the first members, in the order of the teams. All ranks must call this."""
+        """Gather a value from the first member of every team, in the order of the teams.
+
+        Every rank gets the list. Collective: every rank must call this.
+        """
         return gather_objects(value)[:: self.ranks_per_group]
 
     def broadcast(self, value: T) -> T:

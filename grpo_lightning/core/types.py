@@ -233,8 +233,8 @@ class Group:
 class MicroBatch:
     """Padded prompts and completions of one micro-step.
 
-    Here N and B are the numbers of prompts and completions in the micro-batch. The micro-batch can have only some of
-    the G completions of a prompt.
+    The micro-batch has N prompts and B completions. B can be less than N x G, because the G completions of a prompt can
+    be in different micro-batches.
     """
 
     prompt_ids: Tensor

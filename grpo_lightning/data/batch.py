@@ -101,8 +101,9 @@ WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `co
 def as_prompt_batch(batch: Any) -> PromptBatch:
     """Convert a batch of any dataloader to a `PromptBatch`. A `PromptBatch` is returned unchanged.
 
-    The batch can be a list of prompts, texts or rows. It can also be a mapping of columns, which torch's default
-    collate function makes. The prompts of texts and rows have no index.
+    The batch can be a list. Each item of the list is a prompt, a text or a row. The batch can also be a mapping of
+    columns. Torch's default collate function makes such mappings. If a prompt is made from a text or a row, the prompt
+    has no index.
 
     Raises:
         TypeError: If the batch has another form, such as a single row.

@@ -356,11 +356,11 @@ class Ranks(NamedTuple):
 def ranks_of(trainer: Namespace, devices: int | None, nodes: int | None, *, has_server: bool = False) -> Ranks:
     """Compute the number of ranks, which is `devices` (per node) x `nodes`.
 
-    None uses the number in the trainer's config. A vLLM server on this machine (`has_server`) needs devices that have
-    no rank.
+    If `devices` or `nodes` is None, the value in the trainer's config is used. `has_server` is true if a vLLM server
+    runs on this machine. The server needs devices that have no rank.
 
     Raises:
-        ValueError: If the number of devices or nodes is below 1, or the cluster's nodes have unequal numbers of
+        ValueError: If the number of devices or nodes is below 1, or if the cluster's nodes have unequal numbers of
             devices.
     """
     import torch

@@ -471,8 +471,8 @@ def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
 def gathered_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     """Gathered copies of sharded weights.
 
-    These are the weights of the running layers. During sampling, they are all weights if `gathers_for_sampling` is
-    true.
+    The update gathers the weights of the running layers. If `gathers_for_sampling` is true, sampling gathers all
+    weights. If `gathers_for_sampling` is false, sampling gathers the same weights as the update.
     """
     division, width = settings.division, settings.widths.compute
     if not division.gathers_layers:
@@ -531,9 +531,9 @@ def adapter_parts(model: ModelSizes, settings: MemorySettings) -> list[Part]:
     - m, n: numbers of outputs and inputs of the linear layer whose norms need the most memory
     - k: 3, or 4 if the base has fewer bytes per weight than the adapter, because peft then copies the base weights
 
-    In the update, E b / L is the gradient of one layer's sum, and a n^2 is an identity matrix that peft keeps for the
-    backward pass. With `activation_checkpointing: layers`, F is 1 / L, and t is the number of tokens of the largest
-    forward pass, divided by L. Source: peft 0.21.
+    In the update, the term `E b / L` is the memory of the gradient of W + s B A for one layer. The term `a n^2` is the
+    memory of an identity matrix, which peft keeps for the backward pass. With `activation_checkpointing: layers`, F is
+    1 / L and t is T / L. T is the number of tokens in the largest forward pass. Source: peft 0.21.
     """
     batch, mode, layers = settings.batch, settings.checkpointing, model.num_layers
     a, c = settings.adapter_width, settings.widths.compute
@@ -637,8 +637,9 @@ def layer_bytes(model: ModelSizes, size: Pass, precision: Precision, *, is_eager
     The count follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), who get `s b h (34 + 5 a s / h)` for a
     layer of GPT-3. Here, a layer has RMS norms, grouped queries, fused kernels and no dropout. Numbers have c bytes in
     matrix products and r bytes in the residual stream. h is the hidden width, i the feed-forward width, a the number of
-    heads, and d the size of a head. A pair is a token of the pass and a token of its context. The table has bytes per
-    token of the pass, unless a row names another unit:
+    heads, and d the size of a head. A pair is a token of a row and a token of the row's context, so n tokens with a
+    context of k tokens have n x k pairs. The numbers below are bytes per token of the pass, unless another unit is
+    named:
 
         2 norms       their input in 32 bits and their result     2 h (4 + r)
                       inputs of the matrix products after them    2 c h (autocast: 5 c h with a gate, 4 c h without)

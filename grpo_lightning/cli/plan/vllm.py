@@ -132,10 +132,13 @@ def size_of(
 def with_vllm(parts: list[Part], model: ModelSizes, settings: MemorySettings, size: VLLMSize | None) -> list[Part]:
     """Adapt `parts`, the memory estimate of a training device, to sampling with vLLM.
 
-    The parts named in `OF_THE_POLICY` no longer count in the phase "sampling". If weights are sharded, the largest part
-    that is gathered to be sent to vLLM is added. Such a part is one layer, or embeddings, last norm and head together.
-    In colocate mode, vLLM's own memory is also added ("the share" is `engine.gpu_memory_utilization` of the device's
-    memory):
+    If the name of a part is in `OF_THE_POLICY`, the part no longer counts in the phase "sampling".
+
+    Sharded weights are gathered and sent to vLLM in groups. Each layer is a group. The embeddings, the last norm and
+    the head together are another group. The function adds the memory of the largest group to the phase "sampling".
+
+    In colocate mode, the function also adds vLLM's own memory. In the table below, "the share" is
+    `engine.gpu_memory_utilization` times the memory of the device:
 
     | engine.sleep_level | while sampling | while training | on the CPU, while training |
     |---|---|---|---|
