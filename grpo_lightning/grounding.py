@@ -63,7 +63,10 @@ def target_of(
 
 
 def prompt_box(prompt: Prompt, answer_column: str) -> Box | None:
-    """The ground-truth box of a prompt, in the units of the data; None without exactly one image and one box."""
+    """The ground-truth box of a prompt with exactly one image and exactly one box; None for other prompts.
+
+    The box is in the units of the data.
+    """
     if len(prompt.images) != 1:
         return None
     try:

@@ -720,10 +720,11 @@ class GRPOLightningModule(L.LightningModule):
         - `on_phase(trainer, name)`: a phase starts. Its name is "rollout", "reward", "old_logprobs", "ref_logprobs",
           "token_selection", "routing" or "update".
         - `on_evaluation_phase(trainer, name)`: a phase of `evaluate` starts. Its name is "rollout" or "reward".
-        - `on_rollout(trainer, module, rollout)`: a cycle starts with this `Rollout`, which has scores and advantages.
-        - `on_decode(trainer, done, total)`: `done` of at most `total` decoding steps are complete. `total` is the
-          maximum completion length, or a multiple of this length if some prompts have to wait (`max_rows` of
-          `LocalEngine`).
+        - `on_rollout(trainer, module, rollout)`: a cycle starts. `rollout` is its `Rollout`, with scores and
+          advantages.
+        - `on_decode(trainer, done, total)`: the engine has finished `done` decoding steps. `total` is the maximum
+          number of decoding steps. Usually, `total` is the maximum completion length. If some prompts have to wait
+          (`max_rows` of `LocalEngine`), `total` is a multiple of this length.
         """
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, hook):
@@ -740,8 +741,9 @@ class GRPOLightningModule(L.LightningModule):
     ) -> list[Group]:
         """Encode N prompts and sample G completions for each, with one seed per prompt.
 
-        If `shared` is true, the ranks that share a prompt (`ranks_per_group`) each sample a part of its G completions.
-        The first of these ranks returns the complete groups, and the others return none.
+        If `shared` is true, several ranks can share a prompt (`ranks_per_group`). Each of these ranks samples a part of
+        the prompt's G completions. The first of these ranks returns the complete groups, and the other ranks return no
+        groups.
         """
         progress = functools.partial(self.notify, "on_decode")
         source = self.group_source
@@ -762,10 +764,10 @@ class GRPOLightningModule(L.LightningModule):
         return self.reward_set.begin(groups, self.sampling.max_completion_length, self.trainer_state, num_generations)
 
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
-        """Start reward calls on each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
+        """Start the reward calls for each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
-        If several ranks share a group, no calls on it start early. The caller samples and scores the batch inside this
-        context. At the end of the context, unused early calls are cancelled.
+        If several ranks share a group, no reward calls for this group start early. The caller samples and scores the
+        batch inside this context. At the end of the context, unused early calls are cancelled.
         """
         return self.reward_set.early_calls(prompts, self.sampling.max_completion_length, self.trainer_state)
 

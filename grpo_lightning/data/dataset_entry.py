@@ -168,7 +168,7 @@ class DatasetEntry:
         """Create an entry from the path of a data file or from a mapping of fields. An entry is returned unchanged.
 
         Raises:
-            ValueError: If a string is not the path of a data file, a key is unknown, or a value has the wrong type.
+            ValueError: If `item` is not a valid entry.
         """
         if isinstance(item, cls):
             return item

@@ -155,7 +155,7 @@ def as_entries(entries: Entries, key: str = "datasets") -> list[DatasetEntry]:
 
     Raises:
         FileNotFoundError: As in `read_mixture_yaml`.
-        ValueError: If an entry is invalid, and as in `read_mixture_yaml`.
+        ValueError: If `entries` is invalid.
     """
     if isinstance(entries, str | os.PathLike):
         return [DatasetEntry(os.fspath(entries))] if is_data_file(entries) else read_mixture_yaml(entries)
@@ -171,8 +171,11 @@ def read_mixture_yaml(path: str | os.PathLike[str]) -> list[DatasetEntry]:
     first, then in the folder of the YAML file.
 
     Raises:
-        FileNotFoundError: If the YAML file, or a data file that it names, does not exist.
-        ValueError: If the file is not YAML, `datasets` is missing or empty, or a key is unknown.
+        FileNotFoundError: If the YAML file or one of its data files does not exist.
+        ValueError: If the file is not YAML.
+        ValueError: If the value of `datasets` is not a list with at least one entry.
+        ValueError: If a key is unknown.
+        ValueError: If an entry is invalid.
     """
     file = find_file(path)
     if file.suffix.lower() not in (".yaml", ".yml"):

@@ -17,9 +17,10 @@ _function: Callable[[Any], Any] | None = None
 
 
 def in_processes(function: Callable[[T], R], items: Sequence[T], num_proc: int) -> list[R]:
-    """Compute `[function(item) for item in items]` in `num_proc` worker processes. With 1, this process computes it.
+    """Compute `[function(item) for item in items]` in `num_proc` worker processes.
 
-    Each process receives `function` only once, so `function` can hold a large object such as a tokenizer.
+    If `num_proc` is 1, the calling process computes the list. Each worker process receives `function` only once, so
+    `function` can hold a large object such as a tokenizer.
 
     Raises:
         Exception: The error of the first item on which `function` fails.

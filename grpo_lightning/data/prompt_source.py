@@ -338,12 +338,13 @@ class PromptSource:
         The allowed differences between this source and `state` depend on when the checkpoint was saved:
 
         - If the checkpoint was saved between two epochs, all settings and the data are allowed to differ.
-        - If it was saved between two cycles of an epoch, the position is a number of prompts of all ranks together.
-          Four settings are therefore allowed to differ: `cycle`, the number of ranks, `ranks_per_group` and the batch
-          size.
-        - If it was saved inside a cycle, the same four settings are allowed to differ, under two conditions. First, the
-          number of prompts per rollout must stay the same. Second, if `cycle` changes, the finished fraction of the
-          cycle must be a whole number of the new micro-steps.
+        - If the checkpoint was saved between two cycles of an epoch, the position is a number of prompts of all ranks
+          together. Four settings are therefore allowed to differ: `cycle`, the number of ranks, `ranks_per_group` and
+          the batch size.
+        - If the checkpoint was saved inside a cycle, the same four settings are allowed to differ, under two
+          conditions. First, the number of prompts per rollout must stay the same. Second, the number of finished
+          micro-steps times the new `cycle` must be a multiple of the old `cycle`. For example, 2 of 4 micro-steps
+          become 3 of 6.
 
         Raises:
             ValueError: If the checkpoint was saved inside an epoch, and this source has another seed or another number
@@ -351,8 +352,8 @@ class PromptSource:
                 stream of several datasets, the number of rows of each dataset is compared, too.
             ValueError: If the checkpoint was saved inside a cycle, and this source has another number of prompts per
                 rollout.
-            ValueError: If the checkpoint was saved inside a cycle, and the finished fraction of the cycle is not a
-                whole number of the new micro-steps.
+            ValueError: If the checkpoint was saved inside a cycle, and the number of finished micro-steps times the new
+                `cycle` is not a multiple of the old `cycle`.
         """
         self._check_state(state)
         sizes, was = self._sizes(), self._sizes_of(state)

@@ -312,7 +312,8 @@ def known_prompts(prompts: Prompts) -> list[Prompt]:
 def source_names(prompts: Prompts) -> list[str]:
     """Sorted names of the sources.
 
-    For a stream with known `sources`, these are all its sources. Otherwise, they are the sources of the known prompts.
+    If `prompts` is a stream with `sources`, the function returns all names in `sources`. Otherwise, the function
+    returns the sources of the prompts that are known before training (`known_prompts`).
     """
     if isinstance(prompts, PromptStream) and prompts.sources:
         return sorted(set(prompts.sources))

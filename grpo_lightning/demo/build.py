@@ -145,7 +145,8 @@ def character_tokenizer(spaces: str = " ", **options: Any) -> PreTrainedTokenize
 
     Each printable ASCII character and each character of `spaces` is a token. Other characters are dropped. The
     tokenizer is a byte-level BPE without merges, because `AutoTokenizer` loads the tokenizer of any Qwen2 model as a
-    byte-level BPE. `<pad>` is the unknown token, because `AutoTokenizer` would otherwise add one that the model lacks.
+    byte-level BPE. The unknown token is `<pad>`. Without an unknown token, `AutoTokenizer` would add a token for which
+    the model has no embedding.
     """
     characters = string.digits + string.ascii_letters + string.punctuation
     stored = characters + "".join(chr(256 + ord(space)) for space in spaces)

@@ -1,4 +1,4 @@
-"""The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but mostly answers with the whole image.
+"""The grounding quickstart: a tiny Qwen2.5-VL that can locate shapes, but rarely answers with the box of a shape.
 
 A supervised warm-up teaches two kinds of completions:
 

@@ -147,8 +147,12 @@ def as_step(value: Any) -> Step:
     """Make a `Step` from the value that `step` returned.
 
     Args:
-        value: A `Step`, an observation, None, or a tuple (observation, done) or (observation, done, reward). An
-            observation alone continues the conversation. None ends the conversation without a reward.
+        value: One of these:
+
+            - A `Step`.
+            - A tuple (observation, done) or (observation, done, reward).
+            - An observation, if the conversation continues.
+            - None, if the conversation ends without a reward.
 
     Raises:
         InvalidStepError: If the value is something else, or has no observation although the conversation continues.
@@ -316,7 +320,7 @@ def kept_observation(observation: Any) -> list[Message]:
 
 
 def named_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the columns that the signature of a function names, or all columns if it has `**kwargs`.
+    """Select the columns that a function has parameters for. A function with `**kwargs` gets all columns.
 
     Raises:
         ValueError: If the function needs a column that the row does not have.

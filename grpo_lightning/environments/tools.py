@@ -179,7 +179,7 @@ class Tools(Environment):
         return "ok", content
 
     def on_failure(self, kind: str, problem: str) -> Step | None:
-        """Report to the policy that a call timed out or crashed; None for other kinds of failure."""
+        """Return a step with an error message if a call timed out or crashed; None for other kinds of failure."""
         if kind not in ("timeout", "crash"):
             return None
         what = "took too long" if kind == "timeout" else "ended unexpectedly"
@@ -284,9 +284,10 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
     too.
 
-    Many tokenizers remove the markers. In a turn without markers, other text can be around calls in JSON or XML, and
-    after calls in Python. With other text, only calls of known tools are found. If the turn has nothing but calls,
-    calls of unknown tools are found too (with "auto", only those with arguments).
+    Many tokenizers remove the markers. Calls in JSON or XML are found anywhere in a turn without markers. Calls in
+    Python are found only at the beginning of such a turn. If such a turn has text other than calls, only calls of known
+    tools are found. If such a turn has nothing but calls, calls of unknown tools are found too. With the style "auto",
+    a call of an unknown tool is then found only if the call has arguments.
     """
     text = _without_reasoning(text, names, style)
     if blocks := [_block_of(match) for match in _MARKED.finditer(text)]:

@@ -3,9 +3,11 @@
 A call gets and returns the pickled environment, so a worker can be killed during any call. All calls of a round (one
 turn of each conversation) have the same deadline, which is `step_timeout_seconds` after the end of sampling.
 
-The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, except for calls of async
-methods (several run at the same time), and calls in the training process during asynchronous rollouts (they do not run
-in the main thread).
+The random generators of `random`, numpy and torch (on the CPU) are seeded for each call, with two exceptions:
+
+- Calls of async methods are not seeded, because several of these calls run at the same time.
+- During asynchronous rollouts, calls in the training process are not seeded, because these calls do not run in the main
+  thread.
 """
 
 from __future__ import annotations

@@ -42,31 +42,31 @@ def group_relative_advantages(
     is 0. The advantages of a zero-variance group are exactly 0 (`zero_variance_groups`).
 
     Args:
-        rewards: [N, G] one reward per completion. Row n is the group of prompt n. A nan means not scorable.
+        rewards: [N, G] one reward per completion. Row n is the group of prompt n.
         baseline: The value that a reward is compared with.
 
-            - "group_mean" is GRPO (arXiv:2402.03300, sec. 4.1.2).
-            - "leave_one_out" is RLOO (arXiv:2402.14740), the mean of the other scorable rewards of the group.
-            - "length_weighted" is OPO (arXiv:2505.23585), the mean reward of the group, weighted by the lengths of the
-              completions.
+            - "group_mean" is the mean reward of the group, as in GRPO (arXiv:2402.03300, sec. 4.1.2).
+            - "leave_one_out" is the mean of the other scorable rewards of the group, as in RLOO (arXiv:2402.14740).
+            - "length_weighted" is the mean reward of the group, weighted by the lengths of the completions, as in OPO
+              (arXiv:2505.23585).
             - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). With k = None, only the
               completion with the highest reward can have a gain above 0. This gain is its lead over the second-highest
               reward (verl's `grpo_passk`).
         scale: The divisor of the gain. Every std is unbiased. For "batch_std", "batch_advantage_std" and
             "nonzero_fraction", pass the rewards of all ranks.
 
-            - "group_std" is GRPO, the std of the group's rewards.
+            - "group_std" is the std of the group's rewards, as in GRPO.
             - "batch_std" is the std of all scorable rewards.
-            - "batch_advantage_std" is the std of all differences from the baseline (REINFORCE++-baseline,
-              arXiv:2501.03262).
-            - "group_mean" is MaxRL (arXiv:2602.02710).
-            - "nonzero_fraction" is GPG (arXiv:2504.02546), the fraction of groups with a gain other than 0.
-            - "none" is Dr. GRPO (arXiv:2503.20783).
+            - "batch_advantage_std" is the std of all differences from the baseline, as in REINFORCE++-baseline
+              (arXiv:2501.03262).
+            - "group_mean" is the mean reward of the group, as in MaxRL (arXiv:2602.02710).
+            - "nonzero_fraction" is the fraction of groups that have a gain other than 0, as in GPG (arXiv:2504.02546).
+            - "none" is 1, as in Dr. GRPO (arXiv:2503.20783).
         eps: Added to the std, in units of reward.
         lengths: [N, G] number of trained tokens of each completion, for "length_weighted". If a group has no trained
             tokens, its completions count equally.
-        k: k of the baseline "pass_at_k", from 2 to G. Groups with fewer than k scorable rewards get advantage 0. With
-            None, k is each group's number of scorable rewards.
+        k: k of the baseline "pass_at_k", from 2 to G. Groups with fewer than k scorable rewards get advantage 0. None
+            means the group's number of scorable rewards.
 
     Returns:
         [N, G] float32, or float64 if the rewards are float64.
@@ -207,7 +207,7 @@ def zero_variance_groups(rewards: Tensor) -> Tensor:
     """Find zero-variance groups, in which all scorable rewards are equal, or fewer than two rewards are scorable.
 
     Args:
-        rewards: [N, G] one reward per completion; nan is not scorable.
+        rewards: [N, G] one reward per completion; nan if the completion is not scorable.
 
     Returns:
         [N] bool.
@@ -229,7 +229,7 @@ def groups_without_gradient(
     """Find groups in which every completion has advantage 0 or no trained token.
 
     Args:
-        rewards: [N, G] one reward per completion; nan is not scorable.
+        rewards: [N, G] one reward per completion; nan if the completion is not scorable.
         lengths: [N, G] number of trained tokens of each completion.
         baseline: As in `group_relative_advantages`.
         k: As in `group_relative_advantages`.

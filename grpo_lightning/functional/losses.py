@@ -167,9 +167,9 @@ def cispo_surrogate(
     Args:
         ratio: [B, T], or [B, 1] for sequences; treated as a constant.
         advantages: [B, 1], or [B, T].
-        logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
-        epsilon_high: How far above 1 the ratio may rise before it is capped.
-        epsilon: How far below 1 the ratio may fall before it is capped; None means no lower bound.
+        logprobs: [B, T] nats, of the current policy. The gradient flows only through these log-probabilities.
+        epsilon_high: A ratio above 1 + `epsilon_high` is replaced by 1 + `epsilon_high`.
+        epsilon: A ratio below 1 - `epsilon` is replaced by 1 - `epsilon`; None means no lower bound.
 
     Returns:
         [B, T] the loss of each token. Only its gradient is meaningful.
@@ -408,7 +408,7 @@ def vespo_surrogate(
     least 1e-4.
 
     Args:
-        logprobs: [B, T] nats, of the current policy; the gradient flows through these alone.
+        logprobs: [B, T] nats, of the current policy. The gradient flows only through these log-probabilities.
         old_logprobs: [B, T] nats, under the policy before the rollout's first update; treated as a constant.
         mask: [B, T] bool, True where a token is trained on. Where it is False, r counts as 1.
         advantages: [B, 1].

@@ -38,7 +38,7 @@ def marginal_gains(rewards: Tensor, k: int | None) -> Tensor:
     The others are all scorable completions of the group except g.
 
     Args:
-        rewards: [N, G] one reward per completion; nan is not scorable.
+        rewards: [N, G] one reward per completion; nan if the completion is not scorable.
         k: Number of completions to compare: g and k - 1 others. None means the group's number of scorable completions.
 
     Returns:
