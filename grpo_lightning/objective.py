@@ -759,8 +759,7 @@ def surrogate_of(objective: Objective) -> Surrogate:
     """The surrogate of an objective.
 
     Raises:
-        ValueError: If `objective.surrogate` is neither a name of the package, nor the import path of a function, nor a
-            function.
+        ValueError: If the value of `objective.surrogate` is not allowed (see `Objective.surrogate`).
     """
     given = objective.surrogate
     if not isinstance(given, str):

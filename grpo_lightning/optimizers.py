@@ -24,11 +24,12 @@ class AdamW(torch.optim.AdamW):
     Args:
         params: Parameters to train.
         lr: Learning rate before the schedule changes it.
-        betas: Two decay factors per step. The first is for the running mean of the gradient. The second is for the
-            running mean of the squared gradient.
+        betas: Two decay factors. The first is for the running mean of the gradient. The second is for the running mean
+            of the squared gradient.
         eps: Number to add to the square root of the running mean of the squared gradient.
-        weight_decay: From every weight, including biases and norms, each step subtracts the weight times `weight_decay`
-            times the current learning rate. The Trainer of transformers does not decay biases and norms.
+        weight_decay: Each step subtracts `lr * weight_decay * weight` from every weight. Here, `lr` is the current
+            learning rate. Biases and norms are decayed too. The Trainer of transformers does not decay biases and
+            norms.
     """
 
     def __init__(

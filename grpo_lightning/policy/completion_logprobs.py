@@ -267,9 +267,9 @@ def dummy_of(batch: MicroBatch) -> MicroBatch:
 
 
 def text_dummy_of(batch: MicroBatch) -> MicroBatch:
-    """A dummy completion with a prompt. The prompt and the completion are one and the same text token.
+    """A dummy completion of one text token. The dummy prompt is one text token with the same id.
 
-    The token is not trained on. The result keeps the micro-batch's blank image (`VisionInputs.blank`).
+    Neither token is trained on. The result keeps the micro-batch's blank image (`VisionInputs.blank`).
     """
     dummy = dummy_of(batch)
     token = dummy.completion_ids
@@ -601,7 +601,10 @@ def expand_last_to_rows(prompts: Tensor, prompt_of: Rows) -> Tensor:
 
 
 def refuse_transformers_checkpointing(model: nn.Module) -> None:
-    """Raise RuntimeError if transformers' own gradient checkpointing is on, which drops the cache in train mode."""
+    """Raise RuntimeError if transformers' own gradient checkpointing is on.
+
+    In train mode, transformers' checkpointing drops the KV cache of the prompt.
+    """
     if any(getattr(module, "gradient_checkpointing", False) for module in base_model(model).modules()):
         raise RuntimeError(
             "transformers' gradient checkpointing is enabled for the policy. In train mode it drops the prompt's KV "

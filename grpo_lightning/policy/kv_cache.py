@@ -6,9 +6,11 @@ Scoring. `PrefixCache` is a write-once cache. The states of each prompt are stor
     model(**prompts, cache=prefix, use_cache=True)
     model(**completions, cache=prefix.extend(rows), use_cache=True)      # the completion pass only reads
 
-The passes have separate cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass
-after the completion pass has run. The recompute needs the cache as the prompt pass left it. Because no state is written
-twice, both passes can be checkpointed, and gradients can flow through the states of linear-attention layers.
+The two passes have separate cache objects because of activation checkpointing. Checkpointing recomputes the prompt pass
+after the completion pass has run. The completion pass must therefore not change the cache of the prompt pass.
+
+No state is written twice. Both passes can therefore be checkpointed. For the same reason, gradients can flow through
+the states of linear-attention layers.
 
 Decoding. After a prefill into a `SamplingCache`, decoding continues with one of two caches (`DecodingCache`):
 

@@ -14,7 +14,7 @@ NOT_LANGUAGE = ("visual", "vision", "image", "audio", "projector", "merger", "co
 
 
 def language_modules(model: Any) -> dict[str, nn.Module]:
-    """Every module of the decoder by name, except the output head."""
+    """Every module of the decoder, except the output head. The keys of the result are the names of the modules."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()}
     return {
@@ -150,7 +150,7 @@ def saved_modules(
 
 
 def check_saved(model: nn.Module, name: str, module: nn.Module, setting: str) -> None:
-    """Raise ValueError if a module's weights are tied, quantized or missing, so that no copy can be trained."""
+    """Raise ValueError if a module has no weights, or if any of its weights are tied or quantized."""
     own = {id(weight) for weight in module.parameters()}
     if any(not weight.is_floating_point() for weight in module.parameters()):
         raise ValueError(f"{setting}: the weights of {name} are quantized, which cannot be trained. Remove it.")
@@ -207,7 +207,10 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
 
 
 def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer of the language model by name, except the output head and the `out_proj` of Mamba."""
+    """Every linear layer of the language model, except the output head and the `out_proj` of Mamba.
+
+    The keys of the result are the names of the layers.
+    """
     from transformers.pytorch_utils import Conv1D
 
     return {

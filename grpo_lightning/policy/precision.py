@@ -16,10 +16,10 @@ NARROW = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def compute_like(module: nn.Module, original: nn.Module) -> None:
-    """Have a module compute as if its weights had the dtype of another module's weights.
+    """Change a module so that it computes in the dtype of another module's weights.
 
-    The weights keep their own dtype and get the gradients, so small updates of float32 weights are not lost to
-    rounding.
+    The module's own weights keep their dtype, and the gradients are computed for these weights. Small updates of
+    float32 weights are therefore not lost to rounding.
     """
     for part, other in zip(module.modules(), original.modules(), strict=True):
         if any(weight.is_floating_point() for weight in part.parameters(recurse=False)):
@@ -33,7 +33,7 @@ def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: A
 
 
 def use_float32_head(model: nn.Module) -> None:
-    """Have the output head compute the logits in float32, without autocast.
+    """Change the output head so that it computes the logits in float32, without autocast.
 
     The weights stay in 16 bits, because they may be tied or sharded. Each call makes a temporary float32 copy.
     According to MiniMax-M1 (arXiv:2506.13585, section 3.2), a 16-bit head is the main reason why log-probs differ

@@ -170,9 +170,9 @@ def compare(model: nn.Module, difference: Callable[[], Tensor]) -> Measured:
 
     Args:
         model: The policy.
-        difference: Runs the probe, and returns absolute differences of log-probs ([tokens], in nats).
-            `OutOfMemoryError` and `FloatingPointError` (logits are NaN) are raised. Any other exception becomes the
-            `failure` of the result.
+        difference: Runs the probe, and returns absolute differences of log-probs ([tokens], in nats). If `difference`
+            raises `OutOfMemoryError` or `FloatingPointError` (logits are NaN), `compare` raises the same error. Any
+            other exception of `difference` becomes the `failure` of the result.
     """
     failure, device = None, compute_device(model)
     with probe_mode(model):

@@ -40,8 +40,8 @@ class FrozenCopy(nn.Module):
 
     Args:
         model: Model with frozen weights.
-        has_policys_tower: True if the policy's vision tower was frozen when the reference was made. Policy and
-            reference then have the same tower while the policy's tower stays frozen.
+        has_policys_tower: True if the policy's vision tower was frozen when the reference was made. If true,
+            the reference can use image features that the policy's tower computed.
     """
 
     def __init__(self, model: nn.Module, *, has_policys_tower: bool = False) -> None:
@@ -138,8 +138,8 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
     """Checksums of the reference's weights, one per dtype (see `checksums`).
 
     The checksums show whether a resumed run made the same reference again. If the reference is an `OtherAdapter`,
-    the weights of the base have separate checksums. Weights that ZeRO-3 partitioned while the model was loaded are
-    skipped.
+    the weights of the base have separate checksums. If ZeRO-3 partitions weights during loading, the checksums do not
+    include these weights.
     """
     sums = checksums(reference.weights(policy))
     if isinstance(reference, FrozenCopy):
@@ -148,9 +148,10 @@ def fingerprint(reference: Reference, policy: nn.Module) -> dict[str, int]:
 
 
 def checksums(weights: Iterable[Tensor]) -> dict[str, int]:
-    """Sum the weights of each dtype, with their bits read as integers.
+    """Sum the numbers in the weight tensors of each dtype. The bits of each number are read as an integer.
 
-    The sum of each weight is multiplied by the weight's position, so that the order matters.
+    The sum of each tensor is multiplied by the tensor's index, counted from 1. The result therefore depends on the
+    order of the tensors.
     """
     sums: dict[str, int] = {}
     for number, weight in enumerate(weights, start=1):

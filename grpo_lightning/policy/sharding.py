@@ -75,7 +75,11 @@ class Sharding:
         return parameter.detach()
 
     def assign(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Set a parameter to a full value, the same on every rank. Collective: all ranks must call this."""
+        """Set a parameter to a full value. Collective: all ranks must call this.
+
+        If every rank has the full weights, all ranks must give the same `value`. With sharded weights, only the `value`
+        of rank 0 is used.
+        """
         assert value is not None
         parameter.copy_(value)
 
@@ -279,7 +283,7 @@ class Partitioned(PartitionedGradients):
 
 @contextlib.contextmanager
 def unpartitioned() -> Iterator[None]:
-    """Context in which transformers partitions no weights, even after a ZeRO-3 run in this process."""
+    """Context in which the transformers library does not partition weights, even after a ZeRO-3 run in this process."""
     from transformers.integrations import deepspeed
 
     reference = deepspeed._hf_deepspeed_config_weak_ref
@@ -320,7 +324,7 @@ def using_full_shapes() -> Iterator[None]:
 
 
 class FullShapes:
-    """Wrapper of a model for weight conversion. Its parameters have their full shapes, but no values."""
+    """Wrapper of a model. The wrapper returns each parameter with its full shape, but without values."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

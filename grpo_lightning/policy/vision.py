@@ -191,13 +191,15 @@ def needs_blank(model: nn.Module, prompts: Sequence[PromptVision | None], *, is_
 
 
 def place_images(model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, vision: VisionInputs) -> PlacedPrompts:
-    """Compute the positions of prompts that can contain images. Padding is not counted (see `text_positions`).
+    """Compute the positions of all prompt tokens, including image tokens.
 
-    For a model of an unknown family, no `position_ids` are returned, because the model computes them itself.
+    Padding is not counted (see `text_positions`).
+
+    For a model of an unknown family, no `position_ids` are returned, because the model computes its positions itself.
 
     Args:
         model: The policy.
-        prompt_ids: [N, L] tokens of prompts, left-padded; or of conversations, padded on both sides.
+        prompt_ids: [N, L] tokens, either of prompts (left-padded) or of conversations (padded on both sides).
         prompt_mask: [N, L] bool.
         vision: Vision inputs of the prompts.
     """
@@ -285,7 +287,11 @@ def position_of(inner: Any, ids: Tensor, prompt: PromptVision) -> tuple[Tensor, 
 
 
 def at_tokens(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Write N tensors [..., l] to the l True columns of each row of a mask [N, L], and zeros elsewhere: [N, ..., L]."""
+    """Pad N tensors with zeros, and stack the padded tensors: [N, ..., L].
+
+    Row n of the mask [N, L] is True in l columns. In row n of the result, tensor n [..., l] fills these columns. The
+    other columns are 0.
+    """
     spread = [row.new_zeros(*row.shape[:-1], mask.shape[1]) for row in rows]
     for each, row, tokens in zip(spread, rows, mask.to(rows[0].device), strict=True):
         each[..., tokens] = row

@@ -56,7 +56,7 @@ def readable(text: str) -> str:
 
 
 def between_answer_tags(text: str) -> str | None:
-    """The content of the last `<answer>...</answer>`, up to its first closing tag; None without these tags."""
+    """The text between the last pair of `<answer>` and `</answer>` tags; None without such a pair."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
 
