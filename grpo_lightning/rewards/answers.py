@@ -218,7 +218,7 @@ def gold_answer(answer: Any, column: str) -> str:
     The result is empty if `answer` is None.
 
     Raises:
-        ValueError: If `answer` is not text or a number.
+        ValueError: If `answer` is neither None nor text nor a number.
     """
     if answer is None:
         return ""
@@ -389,8 +389,10 @@ def choice(text: str) -> str | None:
     5. The capital letters, except "I", that are separate words. If they are different letters, or if one of them can be
        the article ("A" before a lowercase word), the result is None.
 
-    If another letter directly follows the letter of rule 2 or 3 ("A or B"), the result is None. A letter that is called
-    wrong ("not B", "B is wrong") is ignored.
+    If a list of letters ("A or B", "A, B") starts with the letter of rule 2 or 3, the result is None.
+
+    A letter that is called wrong ("not B", "B is wrong") is ignored by rules 2, 4 and 5. Rule 3 does not choose such a
+    letter.
     """
     text = readable(text)
     if lone := _LONE.fullmatch(text):
@@ -483,5 +485,5 @@ class AnswerReward(Reward):
         self.required_columns = (answer_column,)
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground truth of a row. Raises: ValueError if it is not text or a number."""
+        """Check that the ground truth of a row is text, a number or None. Raises: ValueError if not."""
         gold_answer(columns.get(self.answer_column), self.answer_column)

@@ -40,8 +40,8 @@ that are stated below:
   None if the row has no images, or if the policy's processor does not return these numbers.
 - `problem`: the text of the last user message.
 
-In an argument that the reward's signature names, images of the data are PIL images, upright and in RGB. In `**kwargs`,
-the images of a data column are `ImageRef`s.
+If the reward's signature has an argument for images of the data, this argument gets PIL images. These images are
+upright and in RGB. In `**kwargs`, images of the data are `ImageRef`s.
 
 If the class of a reward is derived from ms-swift's ORM, the reward gets the completions as its first argument, whatever
 the name of this argument is. For such a reward, the arguments in `ORM_ALIASES` take precedence over data columns of the

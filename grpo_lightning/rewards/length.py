@@ -103,9 +103,9 @@ class Cosine(Reward):
 
         r = end + (start - end) * (1 + cos(pi * min(t, T) / T)) / 2        t tokens, T = max_len
 
-    The reward goes from start (`min_len_correct` or `min_len_wrong`) at length 0 to end (`max_len_correct` or
-    `max_len_wrong`) at length T, and is constant beyond T (Yeo et al., arXiv:2502.03373, app. C.1). The defaults are
-    those of ms-swift.
+    For a correct answer, start is `min_len_correct`, and end is `max_len_correct`. For a wrong answer, start is
+    `min_len_wrong`, and end is `max_len_wrong`. For the formula, see Yeo et al. (arXiv:2502.03373, app. C.1). The
+    defaults are those of ms-swift.
 
     Args:
         min_len_correct: Reward of a correct answer of length 0.

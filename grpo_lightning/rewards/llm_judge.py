@@ -141,7 +141,7 @@ class LLMJudge(AnswerReward):
         self._api_key()
 
     def check_row(self, columns: Mapping[str, Any], image_sizes: Sequence[ImageSize]) -> None:
-        """Check the ground truth, if it is used. Raises: ValueError if it is not text or a number."""
+        """Run `AnswerReward.check_row` if the judge gets the ground truth. Raises: ValueError if that check fails."""
         if self.required_columns:
             super().check_row(columns, image_sizes)
 
@@ -328,8 +328,8 @@ def score_in(reply: str) -> float | None:
 def reply_text(found: Any) -> str:
     """Extract the text of a judge's reply.
 
-    An endpoint can send anything. If the reply is not a valid chat completion, the result is the start of the `repr` of
-    the reply or of its content.
+    An endpoint can send anything. If the reply has an unknown format, the result is an excerpt of the reply. If the
+    content of the reply is None, the result is empty.
     """
     try:
         text = found.choices[0].message.content

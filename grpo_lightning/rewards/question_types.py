@@ -55,8 +55,9 @@ class Method(AnswerReward):
     r"""Base class of rewards that compare the answer of a completion (`given_answer`) with the ground truth.
 
     Args:
-        answer_column: The data column with the ground truth. A part between answer tags, after `####` or in `\boxed{}`
-            is the ground truth. The reward does not apply to a row without ground truth.
+        answer_column: The data column with the ground truth. If the text in this column has a marked part (by answer
+            tags, `####` or `\boxed{}`), the ground truth is only this part. Otherwise, the ground truth is the whole
+            text. The reward does not apply to a row in which the ground truth is None or empty.
     """
 
     def __init__(self, answer_column: str = "solution") -> None:
@@ -88,9 +89,9 @@ class MultipleChoice(Method):
 
 
 class YesNo(Method):
-    """1 if the answer has the word of the ground truth, "yes" or "no", and does not have the opposite word.
+    """1 if the answer has the same word as the ground truth ("yes" or "no") and does not have the opposite word.
 
-    The reward does not apply to a row whose ground truth has neither or both of these words.
+    The reward applies only to a row with exactly one of the two words in its ground truth.
     """
 
     def score(self, given: str, right: str) -> float | None:
@@ -228,9 +229,10 @@ class ByMethod(Reward):
     package is an error only for the methods that are used.
 
     Args:
-        methods: Further methods by name, or replacements of built-in methods. Rewards for whole groups are not allowed.
-        default: The method of rows that name no method (the column is missing, None or empty).
-        method_column: The data column with the name of the method.
+        methods: Further methods by name. A method with the name of a built-in method replaces the built-in method.
+            Rewards for whole groups are not allowed.
+        default: The method of rows that name no method (`method_column` is missing, None or empty).
+        method_column: The data column in which each row names its method.
         answer_column: The data column with the ground truth, for the built-in methods.
     """
 

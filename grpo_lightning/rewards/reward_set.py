@@ -1,4 +1,4 @@
-"""The rewards of a run and their weights, checked against the data and called on rollouts."""
+"""The class `RewardSet` checks the rewards of a run against the data, and calls the rewards on rollouts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Conversations, in which policy and environments take turns. Earlier turns are never tokenized again.
 
-In a round, one call of the engine samples the next turn of every open conversation. As soon as a turn has been sampled,
-its environment is called. The observation is appended as tokens, and the next round continues the sequence. The first
-round samples G completions per prompt, with the seeds of a run without an environment.
+In a round, one call of the engine samples the next turn of every open conversation. As soon as the engine returns
+a turn of a conversation, the environment of this conversation is called. The tokens of the observation are appended to
+the conversation. The next round continues the conversation.
 """
 
 from __future__ import annotations
@@ -170,7 +170,11 @@ class Conversation:
         )
 
     def read(self, messages: Sequence[Message], ids: Sequence[int] = (), images: ObservedImages | None = None) -> None:
-        """Append an observation. Its last message gets all `ids`. Without ids, the policy sees no message."""
+        """Append the messages of an observation.
+
+        `ids` are the tokens of all these messages. The turn of the last message gets all `ids`. If `ids` is empty, the
+        policy does not see these messages.
+        """
         start = len(self.token_ids)
         if images is not None:
             self.images.append(replace(images, start=start, end=start + len(ids)))

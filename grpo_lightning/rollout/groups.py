@@ -212,7 +212,10 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 
 
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
-    """Check that the method `verb` returned values [N, G], and return the values. Raises: ValueError if not."""
+    """Check that `values` is a tensor [N, G], and return `values`. Raises: ValueError if not.
+
+    For the error message, `name` is the name of the values. `verb` is the name of the method that returned the values.
+    """
     sizes = {len(group.completions) for group in groups}
     if isinstance(values, Tensor) and values.ndim == 2 and len(values) == len(groups) and sizes <= {values.shape[1]}:
         return values
@@ -252,7 +255,7 @@ OWN_GROUPS = (
 
 
 def sending_problem(ranks_per_group: int, environments: Iterable[Any]) -> str | None:
-    """The error message for an environment that the ranks of a team cannot send each other; None if all can be sent."""
+    """The error message for the first environment that cannot be pickled; None if all environments can be pickled."""
     for environment in environments:
         if reason := pickling_problem(environment):
             return (
@@ -279,7 +282,9 @@ class SharedGroups:
         ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Gather the members' parts of N groups on the first member of the team. Collective over the team.
+        """Make N complete groups from the `parts` that each member of the team has sampled.
+
+        Collective over the team.
 
         Returns:
             The N complete groups on the first member; an empty list on the other members.

@@ -131,9 +131,9 @@ def copy_of(function: types.FunctionType, **changes: Any) -> types.FunctionType:
 
 
 def graph_of(values: Iterable[Any]) -> Hashable:
-    """Identify the graph that is compiled for these arguments, at least one of them a tensor.
+    """Identify the graph that is compiled for the arguments `values`. At least one argument must be a tensor.
 
-    Two calls use the same graph if all these values are equal in both calls:
+    Two calls use the same graph if the following properties are equal in both calls:
 
     - the mode of torch (inference mode, gradients on or off);
     - the dtype of autocast;
@@ -141,7 +141,7 @@ def graph_of(values: Iterable[Any]) -> Hashable:
     - the dtype, device, contiguity and last size of each tensor;
     - the value of every other argument.
 
-    The other sizes can differ, but a size that is 1 in one call must be 1 in the other.
+    The other sizes of a tensor can differ, but a size above 1 in one call must be above 1 in the other call.
     """
     kinds: list[Hashable] = []
     devices = set()
@@ -201,7 +201,7 @@ def compile_sampler(sampler: NextToken) -> SampleToken:
 
 
 def sampled_difference(new_tokens: SampledTokens, expected: SampledTokens) -> str:
-    """How two samples of the same rows differ, in words; "" if only by rounding."""
+    """Describe how two samples of the same rows differ; "" if the samples differ only by rounding."""
     is_same = new_tokens.ids == expected.ids
     entropies = nats(new_tokens.entropies, expected.entropies)
     logprobs = nats(new_tokens.logprobs, expected.logprobs).where(is_same, 0)
@@ -290,7 +290,7 @@ def fused_states(function: types.FunctionType, name: str) -> Fused:
 
 
 def states_difference(states: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> str:
-    """How hidden states differ, in words; "" if only by rounding."""
+    """Describe how hidden states differ; "" if the hidden states differ only by rounding."""
     pairs = zip(*([x] if isinstance(x, Tensor) else x for x in (states, expected)), strict=True)
     sizes = [(nats(one, other).max(), other.abs().nan_to_num(posinf=0).max()) for one, other in pairs]
     worst = max(float(distance / size.clamp(min=1e-30)) for distance, size in sizes)

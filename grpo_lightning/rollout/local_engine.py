@@ -247,7 +247,7 @@ class LocalEngine(RolloutEngine):
             )
 
     def samples_from(self, policy: nn.Module) -> bool:
-        """True if the engine is connected to a model with this policy's weights, such as the model inside a wrapper."""
+        """True if `policy` and the engine's model share at least one weight tensor."""
         connected = set(self.policy.parameters())
         return any(weight in connected for weight in policy.parameters())
 

@@ -173,8 +173,7 @@ class BoxReward(Reward):
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
     """Make a prompt's `BoxFrame`.
 
-    Without an image, answers and ground truth must use the same coordinate system, and "original" boxes are not
-    clipped.
+    If the prompt has no image, `given` must equal `right`. In this case, "original" boxes are not clipped.
 
     Raises:
         ValueError: If there are several images, or no image although the image size is needed.
