@@ -198,7 +198,7 @@ class WarmupStableDecay(Schedule):
         super().__init__(optimizer, warmup_ratio, warmup_steps)
 
     def settings(self, num_training_steps: int, num_warmup_steps: int) -> dict[str, Any]:
-        """The length of the decay, which never begins before the end of the warm-up, and the minimum rate."""
+        """The arguments `min_lr_ratio` and `num_decay_steps`. The decay never begins before the end of the warm-up."""
         longest = max(0, num_training_steps - num_warmup_steps)
         return {
             "num_decay_steps": min(math.ceil(num_training_steps * self.decay_ratio), longest),

@@ -115,7 +115,10 @@ class OpenRows:
         return self.history[:, : self.origin + step]
 
     def completions(self, step: int) -> Tensor:
-        """Completion ids up to the token of a decoding step, [rows, tokens]. A row's own ids begin in column `late`."""
+        """Completion ids of all rows, [rows, tokens]. The last column contains the tokens of decoding step `step`.
+
+        In each row, the completion begins in column `late`. The row's earlier columns contain prompt ids.
+        """
         return self.history[:, self.origin + self.oldest : self.origin + step + 1]
 
     @functools.cached_property
@@ -255,7 +258,10 @@ class SampledGroups:
                 self._report(number, own)
 
     def finish(self, rows: list[SampledRow]) -> list[list[Completion]]:
-        """Build and report the remaining groups of rows [N * size]. Returns: the completions of all N prompts."""
+        """Build and report each group that has not been reported yet. `rows` is [N * size].
+
+        Returns: the completions of all N prompts.
+        """
         groups = self._by_prompt(rows)
         for number, own in enumerate(groups):
             if number not in self.completions:

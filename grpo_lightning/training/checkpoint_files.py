@@ -230,7 +230,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def was_interrupted(checkpoint: Path) -> bool:
-    """True if an error had ended the run inside an optimizer step before this folder was saved.
+    """True if an error ended the run inside an optimizer step, and the folder was saved after this error.
 
     Call this function only for a complete folder.
     """

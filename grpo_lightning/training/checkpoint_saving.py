@@ -51,9 +51,11 @@ class StepEnds(L.Callback):
     """Makes checkpoints contain the state at the end of an optimizer step, and lets a run stop only between steps.
 
     Checkpoints contain no gradients. So a checkpoint that is saved inside a step contains the state at the end of the
-    previous step (`StepEnd`). A checkpoint that is requested while the optimizer changes the weights is saved at the
-    end of the current step. If an error ends the run during the change, a checkpoint that is requested after the error
-    is saved at once, and no run can resume from it.
+    previous step (`StepEnd`). If a checkpoint is requested while the optimizer changes the weights, the checkpoint
+    is saved at the end of the current step.
+
+    If an error occurs while the optimizer changes the weights, the error ends the run. A callback can then still
+    request a checkpoint. This checkpoint is saved at once, and no run can resume from it.
 
     Args:
         min_steps: The user's setting, which the run temporarily overrides.

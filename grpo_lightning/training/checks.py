@@ -107,10 +107,10 @@ def required_hook(hook: Hook) -> Hook:
 
 
 def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an override of the required hook `own`. If the override does not call `own`, the wrapper then calls `own`.
+    """Wrap a subclass's override of a required hook. `own` is this hook in `GRPOLightningModule`.
 
-    The override runs first, because an override of `setup` often makes the data that `GRPOLightningModule.setup`
-    checks.
+    The wrapper first calls the override. Then the wrapper calls `own`, if the override has not called `own`. The
+    override comes first, because an override of `setup` often makes the data that `GRPOLightningModule.setup` checks.
     """
 
     @functools.wraps(override)

@@ -42,13 +42,13 @@ HUGGING_FACE_DATA = ("datasets.arrow_dataset", "datasets.iterable_dataset", "dat
 
 
 def check_loaders(trainer: L.Trainer) -> None:
-    """Check the loaders of all stages that are known already.
+    """Check the loader of each stage, if the loader is known already.
 
     Lightning would mistake a list of rows for a list of loaders, and would train on the names of the columns.
 
     Raises:
-        ValueError: If the data of a stage are rows, texts or a Hugging Face dataset, or if an evaluation loader does
-            not yield each prompt once.
+        ValueError: If a stage has rows, a text or a Hugging Face dataset in place of a loader.
+        ValueError: If a prompt source for evaluation repeats its prompts, or is also the prompt source for training.
     """
     training, *evaluation = loaders = [known_loader(loop) for loop in reading_loops(trainer)]
     for stage, loader in zip(STAGES, loaders, strict=True):
@@ -178,7 +178,7 @@ def check_evaluated_once(evaluation: Any, training: Any) -> None:
 
 
 def sources_in(loaders: Any) -> list[PromptSource]:
-    """Prompt sources among one or several loaders, including those that are the dataset of a DataLoader."""
+    """Prompt sources among one or several loaders, and among the datasets of these loaders."""
     loaders = CombinedLoader(loaders, "sequential").flattened
     sources = [getattr(loader, "dataset", loader) for loader in loaders]
     return [source for source in sources if isinstance(source, PromptSource)]
@@ -226,8 +226,13 @@ def check_prompts(
 ) -> None:
     """Check that tokenizer, model and engine support the prompts in `known_data`.
 
-    To save time, the function tokenizes only some of the prompts without images, namely one text, one chat, and all
-    prompts that are possibly too long. Descriptions of tools count as tokens of the prompts.
+    To save time, the function does not tokenize every prompt. It tokenizes these prompts:
+
+    - one text and one chat;
+    - all prompts that contain images;
+    - all prompts that are possibly too long.
+
+    Descriptions of tools count as tokens of the prompts.
 
     `trained` and `validated` are the sampling settings of training and evaluation. `max_sequence_length` is the
     engine's maximum number of tokens of a prompt and its completion; None if the engine has no limit of its own.

@@ -283,8 +283,7 @@ def restore_position(trainer: L.Trainer) -> None:
 def recount_batches(trainer: L.Trainer) -> None:
     """Adapt the counts of micro-steps in a resumed run to this run's batch size, number of ranks and cycle length.
 
-    Lightning restores the counts of the checkpoint. If one of the three values has changed, epochs, cycles and
-    accumulation windows would end at wrong micro-steps with the restored counts.
+    Lightning restores the counts of the checkpoint. These counts are wrong if one of the three values has changed.
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PromptSource) or loader.resume_from is None or loader.resumed_cycle is None:

@@ -49,8 +49,8 @@ class AdapterFolders:
     def write(self, weights: dict[str, Tensor], version: int) -> Path:
         """Write a version of the adapter into a new folder, which gets its final name only when it is complete.
 
-        `weights` contain s B in place of B (`weights.adapter_weights`). The folder's name is the name of the adapter.
-        The folder of the previous version is removed.
+        `weights` is the result of `adapter_weights`, which multiplies every matrix B by LoRA's scale. vLLM uses the
+        name of the new folder as the name of the adapter. The folder of the previous version is removed.
         """
         from safetensors.torch import save_file
 

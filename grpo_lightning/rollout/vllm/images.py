@@ -73,7 +73,9 @@ class PromptImages:
 
 
 def images_of(vision: PromptVision, tokenizer: PreTrainedTokenizerBase, known: KnownImages) -> PromptImages | None:
-    """Read the images of a prompt, and add them to `known`; None if the prompt has no images.
+    """The images of a prompt; None if the prompt has no images.
+
+    The function reads each image that is not in `known`, and adds this image to `known`.
 
     Raises:
         ImageError: If `ImageRef.read` raises one.

@@ -1,7 +1,9 @@
-"""Use several vLLM servers as one. `Servers` balances and repeats requests, and handles servers that die or come back.
+"""Use several vLLM servers as one.
 
-All servers get all weight updates. Each request has its own seed, so a failed request can be repeated on any server
-with the same result.
+`Servers` distributes the requests over the servers. If a server dies, `Servers` repeats the failed requests on other
+servers. If the dead server answers again, it gets the next weight update. After this update, it gets requests again.
+
+Each request has its own seed, so a failed request can be repeated on any server with the same result.
 """
 
 from __future__ import annotations
@@ -266,10 +268,10 @@ class Servers:
     # ------------------------------------------------------------------------------------------------------- sampling
 
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
-        """Sample one completion per request, and yield each as it arrives.
+        """Sample one completion per request, and yield each completion when it arrives.
 
-        Requests that fail temporarily are repeated. If no server has the weights any more, the iteration ends early,
-        and completions are missing.
+        A request is repeated after a temporary failure. If no server has the weights any more, the iterator ends before
+        it has yielded all completions.
 
         Raises:
             ServerError: If a server refuses a request, or a request has failed `max_retries` + 1 times.

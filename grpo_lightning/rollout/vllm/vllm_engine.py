@@ -84,7 +84,7 @@ class Backend(Protocol):
     def generate(self, requests: Mapping[int, Request]) -> Iterator[Arrivals]:
         """Sample one completion per request, and yield each completion when it ends.
 
-        If vLLM loses the weights, the iteration ends early, and completions are missing.
+        If vLLM loses the weights, the iterator ends before it has yielded all completions.
         """
 
     def decode(self, token_ids: list[int]) -> str:
@@ -176,7 +176,7 @@ class VLLMEngine(RolloutEngine):
             cache.
         max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
             smaller number needs less memory.
-        max_num_seqs: Maximum completions decoded at the same time.
+        max_num_seqs: Maximum number of completions that vLLM decodes at the same time.
         enable_prefix_caching: True computes a prompt, or a common beginning of several prompts, only once.
         enforce_eager: True captures no CUDA graphs, so vLLM starts faster and needs less memory, but decodes more
             slowly.
@@ -187,12 +187,12 @@ class VLLMEngine(RolloutEngine):
             must divide the number of ranks.
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps the weights and the KV cache. 1
             moves vLLM's weights to the CPU and discards the KV cache. 2 discards both, so that the weights are sent
-            before every rollout, even if they have not changed.
+            before every rollout, even if the weights have not changed.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. With
             quantization, completions come from a different distribution than the policy's, so set
             `objective.rollout_correction`.
-        enable_lora: True sends the base weights once, and only the policy's adapter before each rollout. False sends
-            merged weights.
+        enable_lora: Before each rollout, True sends the policy's adapter, and False sends merged weights. With True,
+            the base weights are sent only once, at the start.
         base_url: Address of the server, or a list for several servers. Do not set `host` or `port` as well.
         host: Name or address of the server's machine, or a list for several servers.
         port: Port of the server, or a list of ports.
@@ -204,8 +204,8 @@ class VLLMEngine(RolloutEngine):
             this package must be installed in the server's environment.
         group_port: Free port of the training machine for the weight transfer to the first server. The next servers use
             the following ports.
-        lora_folder: Folder for adapters (`enable_lora`), which the trainer and the server must see under the same path;
-            null for a temporary folder of this machine.
+        lora_folder: Folder for adapters (`enable_lora`); null for a temporary folder of this machine. The trainer and
+            the server must see the folder under the same path.
     """
 
     def __init__(  # noqa: PLR0913 - the constructor is the config
@@ -655,9 +655,11 @@ class VLLMEngine(RolloutEngine):
         last bits of the completion's logits can depend on the size of the batch. `turns` is not used, because vLLM's
         prefix cache keeps the states of conversations.
 
-        In the thread that has called `sync_weights`, the call is collective. If no server has the weights any more, all
-        ranks send the weights again. A call in another thread raises errors on its own rank only, and sends no weights,
-        because training can change them.
+        In the thread of the last call of `sync_weights`, `generate` is collective. If no server has the weights any
+        more, `generate` then sends the weights again.
+
+        In another thread, `generate` is not collective. An error on one rank is then raised only on this rank. In such
+        a thread, `generate` does not send weights, because training can change the weights at the same time.
 
         If vLLM has discarded its weights (`sleep_level: 2`), the policy's weights are sent first.
 
@@ -776,14 +778,15 @@ class VLLMEngine(RolloutEngine):
             self.sent, self.is_discarded = None, True
 
     def agree(self, error: Exception | None, batch: Batch) -> int:
-        """Exchange errors and numbers of missing completions with the other ranks. Return the sum of the numbers.
+        """Raise an error if any rank has failed. Otherwise, count the missing completions of all ranks.
 
-        In the thread that has called `sync_weights`, the call is collective. In another thread, there is no exchange.
+        In the thread of the last call of `sync_weights`, `agree` is collective. In another thread, `agree` considers
+        only this rank.
 
         Raises:
             Exception: The error of this rank.
-            RuntimeError: The first error of another rank.
-            ServerError: If there is no exchange, and completions of this rank are missing.
+            RuntimeError: If another rank has an error.
+            ServerError: If `agree` considers only this rank, and completions of this rank are missing.
         """
         if threading.get_ident() != self.syncing_thread:
             if error is not None:

@@ -67,7 +67,8 @@ def gathered_groups(policy: nn.Module, sharding: Sharding, kind: Kind = "merged"
 def weight_groups(policy: nn.Module, gathered: Iterable[Gathered] | None = None) -> Iterator[list[tuple[str, Tensor]]]:
     """Iterate over the policy's full weights in the form that vLLM loads, one group of modules at a time.
 
-    If `gathered` is None, this function itself gathers weights of the kind "merged". The policy must then be unsharded.
+    If the policy is not sharded, `gathered` can be None. In this case, this function itself calls `gathered_groups`,
+    with the kind "merged".
 
     Yields:
         The (name, weight) pairs of one group. Tied weights appear once.
@@ -165,9 +166,10 @@ def merged_weight(weight: Tensor, layer: Any, adapter: str | None, values: dict[
 
 
 def state_of(policy: nn.Module, sharding: Sharding, kind: Kind = "merged") -> dict[str, int]:
-    """Compute one hash per dtype over this rank's shards of the parameters that one kind of weights depends on.
+    """Compute one hash per dtype over this rank's shards of the policy's parameters.
 
-    The hashes change only if one of these parameters changes. The call is not collective.
+    For `kind` "merged", the hashes cover all parameters. For "adapter", the hashes cover only the matrices A and B of
+    the adapter. For "base", the hashes cover all other parameters. The function is not collective.
     """
     sharding.reshard(policy)
     own: set[int] = set()
