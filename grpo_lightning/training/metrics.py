@@ -84,7 +84,7 @@ class StepMetrics:
         self._add("slowest", name, value)
 
     def add_rate(self, name: str, total: float, per: str) -> None:
-        """Add `total` to a rate, which is the sum over all ranks divided by the seconds in the metric `per`."""
+        """Add `total` to the numerator of a rate. The metric `per` (in seconds) is the denominator."""
         self._add("rate", name, total, per)
 
     def add_extreme(self, name: str, values: Iterable[float], extreme: Callable[[Iterable[float]], float]) -> None:
@@ -199,10 +199,13 @@ def add_rollout(
 
 
 def add_conversations(metrics: StepMetrics, groups: Sequence[Group]) -> None:
-    """Add metrics of turns, observations and failures in conversations, and metrics that the environments reported.
+    """Add metrics of conversations and of their environments.
 
-    Numbers of an environment are summed over the steps of a conversation. `environment/reward` is a mean over the
-    conversations with a reward, and `environment/<name>` over all conversations.
+    The rewards of an environment are summed over a conversation. `environment/reward` is the mean of these sums over
+    all conversations in which the environment gave a reward.
+
+    Each metric of an environment is also summed over a conversation. `environment/<name>` is the mean of these sums
+    over all conversations.
     """
     completions = [completion for group in groups for completion in group.completions]
     for completion in completions:
@@ -270,7 +273,10 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 
 
 def group_stds(values: Tensor) -> tuple[float, int]:
-    """Sum and number of the unbiased standard deviations of the rows of [N, G] with at least two values."""
+    """Compute the unbiased standard deviation of each row. Return the sum and the number of these standard deviations.
+
+    `values` is [N, G]. NaN is ignored. A row with fewer than two other values is left out.
+    """
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]
     return sum(stds), len(stds)
@@ -334,7 +340,11 @@ def add_update(
 
 
 def add_router_loss(metrics: StepMetrics, share: Tensor, largest: Tensor, *, opens_update: bool) -> None:
-    """Add a micro-batch's share of the load-balancing loss, and the largest load of an expert."""
+    """Update the metrics `policy/router_aux_loss` and `policy/max_expert_load`.
+
+    `share` is a micro-batch's share of the load-balancing loss. `largest` is the largest load that any expert has in
+    the step.
+    """
     metrics.add_sum("policy/router_aux_loss", share)
     if opens_update:  # the load of the entire step, the same on all ranks
         metrics.add("policy/max_expert_load", largest)
@@ -419,7 +429,10 @@ class StepLog(L.Callback):
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Before an optimizer step's first micro-batch, reset metrics of the last step, but not means over an epoch."""
+        """Before the first micro-batch of an optimizer step, reset the metrics of the previous step.
+
+        A metric that Lightning accumulates over an epoch (`on_epoch=True`) is not reset.
+        """
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate:
             return

@@ -517,19 +517,23 @@ RowsCost = Callable[[list[CompletionRow]], float]
 def split_update(rows: list[CompletionRow], parts: int, cost: RowsCost | None = None) -> list[list[CompletionRow]]:
     """Split one update's completions into `parts` micro-batches of about equal cost.
 
-    The function cuts three orders of the completions into parts of balanced size. The orders are:
+    The function tries three methods:
 
-    - whole groups, so the policy processes each prompt once (only with at least as many groups as micro-batches);
-    - the completions group by group, so at most one prompt per cut is processed twice;
-    - the completions by length, with less padding, but with many prompts processed several times.
+    - Cut only between groups. The policy then processes each prompt once. The function skips this method if there are
+      fewer groups than micro-batches.
+    - List the completions group by group, and cut the list. Each cut divides at most one group. The policy then
+      processes the prompt of this group again.
+    - Sort the completions by length, and cut the list. There is less padding, but the policy processes many prompts
+      several times.
 
-    The size of a part is its number of tokens, either without padding or with padding to the longest prompt and the
-    longest completion. The function returns the split with the smallest
+    Each method makes two splits. In one split, the parts have about equal numbers of tokens without padding
+    (`num_tokens`). In the other split, the parts have about equal numbers of tokens with padding (`padded_cost`). The
+    function returns the split with the smallest
 
         (sum of the costs of all micro-batches) + parts * (largest cost of a micro-batch)
 
-    The second term is the time if the ranks wait for each other in every micro-batch. The most expensive micro-batch is
-    the first one of the split.
+    The second term is the time if the ranks wait for each other in every micro-batch. In the returned
+    split, the most expensive micro-batch is the first one.
 
     Args:
         rows: The completions of an update.
@@ -584,7 +588,7 @@ def padded_cost(rows: list[CompletionRow]) -> int:
 
 
 def balanced_split(items: list[Item], parts: int, cost: Callable[[list[Item]], int]) -> list[list[Item]]:
-    """Cut a list into `parts` pieces, of which the most expensive costs as little as possible (within 1 %)."""
+    """Cut a list into `parts` pieces. The largest cost of a piece is at most 1 % above the lowest possible value."""
 
     def cut(limit: int) -> list[list[Item]]:
         runs, start = [], 0

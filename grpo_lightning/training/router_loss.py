@@ -50,7 +50,7 @@ class RouterLoss:
         """The latest micro-batch's share of the unweighted loss. None after `pop`."""
 
     def begin(self, others: Sequence[RouterLoad]) -> None:
-        """Begin an optimizer step, with the router loads of this rank's micro-batches except the first one."""
+        """Begin an optimizer step. `others` are the router loads of this rank's second and later micro-batches."""
         self.others, self.step = list(others), None
 
     def share(self, load: RouterLoad | None) -> Tensor:

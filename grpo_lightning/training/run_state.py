@@ -145,7 +145,10 @@ class RunState:
         return trainer.state.status == TrainerStatus.INTERRUPTED and self.is_updating
 
     def moment(self, end: StepEnd) -> str | None:
-        """Name prefix of a checkpoint's rank files; None if the ranks save no files. The checkpoint contains `end`."""
+        """Prefix of the names of a checkpoint's rank files; None if the ranks save no files.
+
+        The checkpoint stores the state `end`.
+        """
         if ranks.world_size() == 1 or not (end.cycle or self.has_moved):
             return None
         moment = f"step{end.num_steps}-{end.rollout_index}-{end.position}"

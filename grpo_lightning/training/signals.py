@@ -157,9 +157,10 @@ class GracefulStop(L.Callback):
                 os.write(2, f"\n{name}: stopping after this step{again}.\n".encode())
 
     def leave_terminal(self) -> None:
-        """Send further output to `os.devnull` if it went to a terminal that is closed now, or to a pipe.
+        """If stdout is a pipe or a closed terminal, redirect stdout to `os.devnull`. Do the same for stderr.
 
-        The reader of a pipe, for example `tee`, often ends with the terminal, and a write to its pipe then fails.
+        The reader of a pipe, for example `tee`, often stops when the terminal closes. A write to the pipe would
+        then raise an error.
         """
         lost = [
             descriptor

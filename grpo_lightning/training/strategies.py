@@ -326,9 +326,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         save_distributed_checkpoint: If true, every rank writes its shard of a checkpoint. If false, rank 0 writes one
             file.
         process_group_backend: Backend of torch.distributed; null chooses a backend that fits the devices.
-        num_replicas: Number of copies of the sharded weights. With one copy per node, layers are gathered within a
-            node. Weights, gradients and optimizer states take `num_replicas` times as much memory per device as with
-            one copy.
+        num_replicas: Number of replicas. If each node has one replica, layers are gathered within a node. With R
+            replicas, each device stores R times as many weights, gradients and optimizer states as with 1 replica.
     """
 
     def __init__(
@@ -344,9 +343,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._replica_mesh: DeviceMesh | None = None
 
     def setup_environment(self) -> None:
-        """Check the number of devices, create the process groups, and set "auto" to the number of all devices.
+        """Check the number of devices, and create the process groups.
 
-        Lightning would set "auto" to the number of nodes.
+        A `data_parallel_size` of "auto" becomes the number of all devices. Lightning would use the number of nodes.
 
         Raises:
             ValueError: If `data_parallel_size` is a number other than the number of devices, or if `num_replicas` does
