@@ -231,7 +231,8 @@ def samples(evaluation: Evaluation, count: int) -> list[tuple[str, str]]:
 def cell(numbers: dict[str, float], name: str, between: str = " ") -> str:
     """Format the value of a metric for a table cell, with four significant digits.
 
-    The confidence interval, if there is one, follows after the text `between`. Without a value, the cell is "-".
+    If the metric has a confidence interval, the interval is added after the value, with the argument `between` as the
+    separator. If the metric has no value, the cell is "-".
     """
     if name not in numbers:
         return "-"

@@ -61,8 +61,8 @@ class CompletionLog(L.Callback):
     have no lines.
 
     Weights & Biases also gets a table of each rollout. TensorBoard gets the best completions of each rollout, the worst
-    completions and a few others. Both loggers get the images in the prompts of these best, worst and other completions,
-    but no images of prompts of other ranks than rank 0.
+    completions and a few other completions. If the prompt of such a completion is on rank 0, both loggers get the
+    images in this prompt.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. A line has the fields
     `rollout`, `completion` (index of the completion in the rollout), `tokens` (text), `old_logprobs` and `logprobs`

@@ -59,7 +59,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Panel:
-    """One image of the picture, with its boxes. Ranks send panels to each other, so the image is small."""
+    """One image and the boxes on this image. A picture consists of panels.
+
+    Ranks send panels to each other, so the image in a panel is small.
+    """
 
     title: str
     png: bytes

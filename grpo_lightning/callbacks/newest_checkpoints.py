@@ -76,7 +76,7 @@ class NewestCheckpoints(ModelCheckpoint):
 def is_last_step_due(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
     """True if a callback must save the last step at the end of this epoch, and not in `on_train_end`.
 
-    In `on_train_end`, `WeightAveraging` may have replaced the weights by their average, and no run could resume from
+    In `on_train_end`, Lightning's `WeightAveraging` replaces the weights by their average, and a run cannot resume from
     the average. A callback that saves only weights saves the last step in `on_train_end`.
     """
     return not callback.save_weights_only and is_last_epoch(trainer)
