@@ -63,7 +63,7 @@ def rotary_layers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def rotary_function(forward: Any) -> FunctionType | None:
-    """The function `ROTARY` that a forward calls, even if the forward is decorated; None if it calls no `ROTARY`."""
+    """Find the function `ROTARY` that a forward calls, also in a decorated forward; None if there is none."""
     inner = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or not isinstance(inner, FunctionType):
         return None

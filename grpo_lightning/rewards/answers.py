@@ -419,7 +419,7 @@ _LABEL = re.compile(
 
 
 def as_option(text: str) -> tuple[str, str] | None:
-    """Split a ground truth that is an option into its capital letter and its text; None if it is not an option.
+    """Read the capital letter and the text of a ground truth that is an option; None if it is not an option.
 
     The letter is the whole text ("B", "**B**") or precedes the option's text ("(B) Paris", "B. Paris"). Before a full
     stop or colon, only A to H are options, because "J. Smith" is a name.

@@ -31,7 +31,7 @@ class BoxFrame(NamedTuple):
     """Width and height of the image; None if unknown."""
 
     def answer_boxes(self, boxes: Sequence[Box | None]) -> Tensor:
-        """Convert answer boxes to [n, 4] float64, clipped to the image. None becomes an empty box."""
+        """Convert answer boxes to [n, 4] float64, clipped to the image; an empty box for `None`."""
         return self._place([box or (0.0, 0.0, 0.0, 0.0) for box in boxes], self.given_scale)
 
     def gold_boxes(self, boxes: Sequence[Box]) -> Tensor:
