@@ -65,7 +65,7 @@ class BeforeAfter(L.Callback):
         self.progress: Progress | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the results of an earlier run. Lightning restores those of a resumed run after this hook."""
+        """Forget all results at the start of a run. After this hook, Lightning loads the results of a resumed run."""
         if stage == "fit" and trainer.global_step == 0:
             self.before, self.after, self.samples = None, None, {}
 
@@ -213,7 +213,8 @@ class Progress:
 def validation_loader(trainer: L.Trainer) -> Any:
     """Return the data module's loader of validation prompts, to which `limit_val_batches` does not apply.
 
-    Without a data module, return the trainer's loader. A `PromptSource` keeps the order of the data.
+    Without a data module, return the trainer's loader. If the returned loader is a `PromptSource`, its
+    shuffling is turned off.
     """
     datamodule = getattr(trainer, "datamodule", None)
     loader = trainer.val_dataloaders if datamodule is None else datamodule.val_dataloader()

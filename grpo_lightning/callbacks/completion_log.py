@@ -60,9 +60,9 @@ class CompletionLog(L.Callback):
     The lines of a rollout are in the order of its prompts. With dynamic sampling, the completions of skipped prompts
     have no lines.
 
-    Weights & Biases also gets a table of each rollout. TensorBoard gets the best completions of each rollout, the worst
-    completions and a few other completions. If the prompt of such a completion is on rank 0, both loggers get the
-    images in this prompt.
+    Weights & Biases also gets a table of each rollout. From each rollout, the callback chooses the best completions,
+    the worst completions and a few other completions. TensorBoard gets the chosen completions. If the prompt of a
+    chosen completion is on rank 0, TensorBoard and Weights & Biases get the images in this prompt.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. A line has the fields
     `rollout`, `completion` (index of the completion in the rollout), `tokens` (text), `old_logprobs` and `logprobs`

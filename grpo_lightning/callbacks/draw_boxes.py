@@ -127,7 +127,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the answers of an earlier run. Lightning restores those of a resumed run after this hook."""
+        """Forget all answers at the start of a run. After this hook, Lightning loads the answers of a resumed run."""
         if stage == "fit" and trainer.global_step == 0:
             self.before = None
 
@@ -162,7 +162,11 @@ class DrawBoxes(L.Callback):
             print(f"Boxes: {self.folder(trainer)}")  # noqa: T201 - the result people look for
 
     def draw(self, trainer: L.Trainer, pl_module: L.LightningModule, name: str) -> list[Panel]:
-        """Sample answers on all ranks, and draw their boxes on rank 0. Collective. Returns: the panels of all ranks."""
+        """Let the policy answer on all ranks, and draw the boxes of the answers on rank 0. Collective.
+
+        Returns:
+            The panels of all ranks.
+        """
         assert isinstance(pl_module, GRPOLightningModule)
         folder = self.folder(trainer)
         if self.chosen is None:
@@ -211,7 +215,10 @@ class DrawBoxes(L.Callback):
         return chosen[trainer.global_rank :: trainer.world_size] if is_shared else chosen
 
     def panels(self, module: GRPOLightningModule, prompts: list[Prompt]) -> Iterator[Panel]:
-        """Sample answers, and make a panel of each prompt. Collective: ranks without prompts call it, too."""
+        """Let the policy answer the prompts, and make a panel of each prompt.
+
+        Collective: ranks without prompts call this method, too.
+        """
         evaluation = module.evaluate(prompts, is_greedy=self.greedy)
         for group in evaluation.groups:
             target = target_of(group, self.answer_column, self.coordinates, self.gold_coordinates)

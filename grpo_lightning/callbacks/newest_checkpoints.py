@@ -10,9 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class NewestCheckpoints(ModelCheckpoint):
-    """Saves checkpoints every `save_steps` optimizer steps and at the end, and keeps the newest `save_total_limit`.
+    """Saves a checkpoint every `save_steps` optimizer steps and at the end of the run.
 
-    A resumed run also keeps the checkpoint from which it was resumed.
+    A run keeps its newest `save_total_limit` checkpoints. A resumed run also keeps the checkpoint from which it was
+    resumed.
 
     Args:
         save_steps: Optimizer steps between two checkpoints.
@@ -48,7 +49,10 @@ class NewestCheckpoints(ModelCheckpoint):
         """State of this callback in a new run."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the checkpoints of an earlier run. Lightning restores those of a resumed run after this hook."""
+        """Forget the list of checkpoints at the start of a run.
+
+        After this hook, Lightning loads the list of a resumed run.
+        """
         if stage == "fit" and trainer.global_step == 0:
             self.dirpath = self.as_made["dirpath"]
             self.load_state_dict(copy.deepcopy(self.as_made))
@@ -77,7 +81,8 @@ def is_last_step_due(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
     """True if a callback must save the last step at the end of this epoch, and not in `on_train_end`.
 
     In `on_train_end`, Lightning's `WeightAveraging` replaces the weights by their average, and a run cannot resume from
-    the average. A callback that saves only weights saves the last step in `on_train_end`.
+    the average. With `save_weights_only`, no run can resume from the checkpoints of the callback. Therefore the result
+    is False, and the last step is saved in `on_train_end`.
     """
     return not callback.save_weights_only and is_last_epoch(trainer)
 

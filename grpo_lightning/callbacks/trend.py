@@ -39,7 +39,10 @@ def trend_of(values: Sequence[float]) -> Trend | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw all values of a run as a line of at most `width` bars, each the mean of about the same number of values."""
+    """Draw all values of a run as a line of at most `width` bars.
+
+    Each bar shows the mean of successive values. The number of values per bar is almost the same for all bars.
+    """
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)] if count else [0]
     means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]

@@ -283,7 +283,11 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 
 
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
-    """Arguments of a class or function, with their types, except arguments that the caller of a `Callable` passes."""
+    """Types of the arguments of a class or function, by name.
+
+    If `hint` contains a `Callable[[...], ...]`, the caller of the `Callable` passes the first arguments. These
+    arguments are left out.
+    """
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:
         hints = get_type_hints(function)
