@@ -449,7 +449,14 @@ def missing_below(owner: Problem, names: Sequence[str], sources: Iterable[Source
 
 
 def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Source]) -> tuple[Place, str]:
-    """Find an object of `owner` that lacks one or more of these arguments. Returns: the object's place and key."""
+    """Find the first object that lacks one or more of the arguments `names`.
+
+    The search covers the setting `owner.names` and all settings below this setting. Objects of a class other than
+    `owner.kind` are skipped.
+
+    Returns:
+        The place and the key of the object. If no such object exists, the place and the key of `owner`.
+    """
     for place in places(sources, owner.names):
         for key, value in leaves(place.value, place.key):
             is_object = isinstance(value, Mapping) and "class_path" in value
@@ -463,7 +470,7 @@ def object_without(owner: Problem, names: Sequence[str], sources: Iterable[Sourc
 
 
 def below_one_value(keys: Mapping[str, Key], sources: Iterable[Source]) -> str | None:
-    """Error message for a flag `--key.name` if `key` takes one value of any type; None without such a flag.
+    """Error message for the first flag `--key.name` below a key of type `Any`; None without such a flag.
 
     The parser itself raises no error for such a flag.
     """

@@ -41,8 +41,9 @@ def rank() -> int:
 def short_errors() -> Iterator[None]:
     """Print errors in configuration and data as `error: ...` on stderr and exit with code 2.
 
-    Only rank 0 prints an error of the set-up. An error inside Lightning's loops may concern a single rank, so every
-    rank prints its own error. A rank that fails because another rank has exited prints one line, and exits with code 1.
+    Only rank 0 prints errors of the set-up. Inside Lightning's loops, every rank prints its own errors, because an
+    error there can concern a single rank. If one rank exits, other ranks can fail as a result. A rank with such a
+    failure prints one line and exits with code 1.
     """
     try:
         yield

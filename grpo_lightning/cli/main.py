@@ -142,7 +142,7 @@ def find_own_modules() -> None:
 
 
 def entry_point() -> None:
-    """Console script `grpo-lightning`. It ignores the result of `main`, which would become the exit code.
+    """Console script `grpo-lightning`. It returns nothing, because a return value would be the exit code.
 
     If the reader of the output has left (`... | head -1`), the script exits quietly with code 141, as after SIGPIPE.
     """

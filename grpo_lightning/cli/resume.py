@@ -84,8 +84,9 @@ def newest(
 def why_of_other_run(path: Path, runs: Path) -> str | None:
     """Return why a checkpoint does not belong to the run `runs/<run name>`.
 
-    If the folder of the checkpoint's run no longer exists (it may have been moved), only the names of the runs are
-    compared. A checkpoint that does not name its run counts as a checkpoint of this run.
+    A checkpoint usually names the folder of the run that saved the checkpoint. If this folder no longer exists (for
+    example, after a move), only the names of the two runs are compared. If the checkpoint names no folder, the
+    checkpoint counts as a checkpoint of the run `runs/<run name>`.
     """
     folder = saved_by(path)
     if folder is None or folder.parent.resolve() == runs.resolve():
@@ -99,9 +100,8 @@ def version_of(path: Path, runs: Path) -> Path | None:
     """Find the version folder in `runs` that a checkpoint belongs to.
 
     Returns:
-        - If a version folder in `runs` contains the checkpoint, this version folder.
-        - Otherwise, if the run that saved the checkpoint has its version folder in `runs`, the version folder of this
-          run.
+        - The version folder that contains the checkpoint, if `runs` has such a version folder.
+        - Otherwise, the version folder of the run that saved the checkpoint, if `runs` has this version folder.
         - Otherwise, None.
     """
     inside = version_around(path, runs)

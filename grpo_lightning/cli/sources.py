@@ -186,13 +186,13 @@ def load(text: str, name: str, *, is_strict: bool = False) -> Any:
     If `is_strict` is false:
 
     - Text that is not valid YAML is returned unchanged.
-    - A key may occur twice in text that does not begin with a bracket or brace. Such text can be YAML by accident
+    - Duplicate keys are allowed if the text begins with neither `[` nor `{`. Such text can be YAML by accident
       ("Rule: ...").
 
     Raises:
         ConfigurationError: If `is_strict` is true and the text is not valid YAML.
         ConfigurationError: If `is_strict` is true and a key occurs twice.
-        ConfigurationError: If a key occurs twice in text that begins with a bracket or brace.
+        ConfigurationError: If a key occurs twice in text that begins with `[` or `{`.
     """
     try:
         is_meant = is_strict or text.lstrip()[:1] in ("{", "[")

@@ -40,8 +40,8 @@ class InPlaceLine:
     def show(self, render: Render, *, is_due: bool = False) -> None:
         """Show the line, unless it was shown less than `REDRAW_SECONDS` ago. In a file, the limit is a minute.
 
-        In a terminal, `is_due` shows the line regardless of the limit, and `render` is called again when the line is
-        shown again, for example after other output was printed above it.
+        In a terminal, the limit does not apply if `is_due` is true. A terminal can also show the line again later, for
+        example after other output was printed above the line. `render` is then called again.
         """
         self.render = render
         can_redraw = redraws(sys.stdout)

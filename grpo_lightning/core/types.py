@@ -96,7 +96,7 @@ class Prompt:
 
 @dataclass
 class Turn:
-    """A part of the completion of a conversation, written by the policy or by its environment."""
+    """A part of the completion of a conversation. Either the policy or the environment wrote this part."""
 
     role: str
     """The role of the message: "assistant" for the policy; "user", "tool" or another role for the environment. The role
@@ -572,7 +572,11 @@ def optional_settings(kind: type[Settings], value: Settings | Mapping[str, Any] 
 def check_ranges(prefix: str, settings: Any, limits: Iterable[tuple[str, bool, str]]) -> None:
     """Check fields of settings. Raises: ValueError for the first invalid field.
 
-    A limit is a tuple: the name of a field, True if the field's value is allowed, and the allowed values in words.
+    A limit is a tuple of three items:
+
+    - the name of a field
+    - True if the value of the field is allowed
+    - the allowed values in words
     """
     for name, is_valid, allowed in limits:
         if not is_valid:

@@ -101,9 +101,12 @@ WRAP = "Wrap the data in grpo_lightning.PromptSource, or give the DataLoader `co
 def as_prompt_batch(batch: Any) -> PromptBatch:
     """Convert a batch of any dataloader to a `PromptBatch`. A `PromptBatch` is returned unchanged.
 
-    The batch can be a list. Each item of the list is a prompt, a text or a row. The batch can also be a mapping of
-    columns. Torch's default collate function makes such mappings. If a prompt is made from a text or a row, the prompt
-    has no index.
+    Apart from a `PromptBatch`, a batch has one of two forms:
+
+    - A list. Each item is either a `Prompt`, or a text, or a row.
+    - A mapping of columns. Torch's default collate function makes such mappings.
+
+    A `Prompt` in a list keeps its index. The other prompts have no index.
 
     Raises:
         TypeError: If the batch has another form, such as a single row.

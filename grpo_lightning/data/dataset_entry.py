@@ -165,7 +165,9 @@ class DatasetEntry:
 
     @classmethod
     def of(cls, item: Any, *, where: str) -> DatasetEntry:
-        """Create an entry from the path of a data file or from a mapping of fields. An entry is returned unchanged.
+        """Create an entry from the path of a data file or from a mapping of fields.
+
+        If `item` already is an entry, `item` is returned unchanged.
 
         Raises:
             ValueError: If `item` is not a valid entry.

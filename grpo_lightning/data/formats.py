@@ -64,9 +64,13 @@ def to_prompt(
     other rows.
 
     Raises:
-        ValueError: If the row has no prompt, that is, if each of `PROMPT_COLUMNS` is missing, null or NaN. If the
-            prompt is invalid or contains a lone surrogate. If the number of images does not match the placeholders in
-            the prompt. If a prompt in `SWIFT_COLUMNS` has tools or one of `PLACEHOLDERS`.
+        ValueError: If the row has no prompt, that is, if each of `PROMPT_COLUMNS` is missing, null or NaN.
+        ValueError: If the prompt is invalid.
+        ValueError: If the prompt contains half of a character (a lone surrogate in Unicode).
+        ValueError: If the number of images does not match the placeholders in the prompt.
+        ValueError: If a row with a prompt in `SWIFT_COLUMNS` has `tools`.
+        ValueError: If a row with a prompt in `SWIFT_COLUMNS` has `objects`, and the prompt contains one of
+            `PLACEHOLDERS`.
     """
     row = nan_to_null(row)
     found = [column for column in PROMPT_COLUMNS if row.get(column) is not None]

@@ -575,7 +575,12 @@ def check_lengths(loader: PolicyLoader, prompts: list[Prompt], max_completion_le
 
 
 def check_given_length(loader: PolicyLoader, prompt_tokens: int, max_completion_length: int) -> None:
-    """Check that a prompt with --prompt_tokens tokens could be trained on. Raises: ValueError if not."""
+    """Check --prompt_tokens.
+
+    Raises:
+        ValueError: If --prompt_tokens is less than 1.
+        ValueError: If --prompt_tokens plus `max_completion_length` exceeds the policy's number of positions.
+    """
     if prompt_tokens < 1:
         raise ValueError(f"--prompt_tokens must be at least 1, got {prompt_tokens}.")
     limit = positions(loader)

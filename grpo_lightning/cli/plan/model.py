@@ -185,7 +185,7 @@ def count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
-    """Weights used in matrix products, that is, all matrices except embeddings that are not tied to the head."""
+    """Matrices that are used in matrix products. An embedding is included only if it is tied to the head."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     looked_up -= set() if head is None else {id(head.weight)}
