@@ -436,7 +436,10 @@ class GRPOLightningModule(L.LightningModule):
 
     @property
     def num_averaged(self) -> int:
-        """Number of losses that Lightning and the strategy average in an optimizer step (micro-batches times ranks)."""
+        """Number of micro-batches in an optimizer step, over all ranks.
+
+        The losses of these micro-batches are averaged.
+        """
         return self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     # ------------------------------------------------------------------------------------------------------ the cycle
@@ -517,8 +520,9 @@ class GRPOLightningModule(L.LightningModule):
     def take_in_flight(self, prompts: Sequence[Prompt], seeds: list[int], in_flight: InFlight) -> Rollout:
         """Take the groups that were sampled in the background for N prompts, and request the next cycles' groups.
 
-        For prompts that are not in flight, groups are sampled now. A prompt is not in flight when a run has just
-        started or resumed, after dynamic sampling has used it, or if sampling in the background has failed.
+        When a run starts or resumes, no prompt is in flight. If a prompt is not in flight, the group of this prompt is
+        sampled now. If sampling in the background has failed, the lost groups are sampled again now.
+
         Collective: all ranks must call this.
 
         Raises:
@@ -611,7 +615,7 @@ class GRPOLightningModule(L.LightningModule):
         return loss
 
     def prepare_update(self, micro_step: MicroStep) -> None:
-        """If parts of the loss depend on all tokens of the step, run its micro-batches in an additional pass."""
+        """If a part of the loss needs all tokens of an optimizer step, run an additional pass before the step."""
         if self.objective.selection is not None:
             passed = self.select_tokens(micro_step)[1:]
         elif self.router_loss is not None and micro_step.update[1:]:
@@ -766,8 +770,8 @@ class GRPOLightningModule(L.LightningModule):
     def early_rewards(self, prompts: Sequence[Prompt]) -> contextlib.AbstractContextManager[None]:
         """Start the reward calls for each group as soon as `generate` has sampled the group (`RewardSet.early_calls`).
 
-        If several ranks share a group, no reward calls for this group start early. The caller samples and scores the
-        batch inside this context. At the end of the context, unused early calls are cancelled.
+        If several ranks share a group, the reward calls for this group do not start early. The caller samples and
+        scores the batch inside this context. At the end of the context, unused early calls are cancelled.
         """
         return self.reward_set.early_calls(prompts, self.sampling.max_completion_length, self.trainer_state)
 

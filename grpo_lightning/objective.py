@@ -364,7 +364,7 @@ class Objective:
 
     @property
     def has_loss_per_completion(self) -> bool:
-        """True if a completion has one policy loss, with a gradient at all tokens of the completion."""
+        """True if all tokens of a completion share one policy loss; False if each token has a loss of its own."""
         # CISPO multiplies the sequence ratio by the log-prob of each token.
         is_sequence_loss = self.ratio == "sequence" and self.surrogate != "cispo"
         return is_sequence_loss or surrogate_of(self).is_per_completion

@@ -203,11 +203,12 @@ class ReasoningGymTasks:
     has changed.
 
     Args:
-        tasks: Tasks by name, each with its reasoning-gym settings; null or `{}` for the defaults.
-        folder: Output folder; replaced as a whole.
+        tasks: The reasoning-gym settings of each task, by the name of the task. If the settings of a task are null or
+            `{}`, the task has reasoning-gym's default settings.
+        folder: Output folder. A rebuild replaces the whole folder.
         size: Training rows per task.
-        heldout_size: Validation rows per task, counted before questions are dropped.
-        seed: Seed of the questions; null uses the seed of `seed_everything`.
+        heldout_size: Validation rows per task, counted before held-out questions are dropped.
+        seed: Seed of the questions; null for the seed of `seed_everything`.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ Part: TypeAlias = Callable[[], Iterable[tuple[Any, Callable[[Any, int], Measured
 
 
 class LazyPrompts:
-    """Prompts of a dataset with a length (a `datasets.Dataset`, a torch `Dataset`), each read when it is used."""
+    """Prompts of a `datasets.Dataset` or of another dataset with a length. Each prompt is read when it is used."""
 
     def __init__(self, rows: Any, convert: Callable[[Any, int], Prompt]) -> None:
         self.rows = rows
@@ -313,7 +313,7 @@ def source_names(prompts: Prompts) -> list[str]:
     """Sorted names of the sources.
 
     If `prompts` is a stream with `sources`, the function returns all names in `sources`. Otherwise, the function
-    returns the sources of the prompts that are known before training (`known_prompts`).
+    returns the sources of the prompts in `known_prompts(prompts)`.
     """
     if isinstance(prompts, PromptStream) and prompts.sources:
         return sorted(set(prompts.sources))

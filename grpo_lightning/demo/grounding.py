@@ -182,7 +182,7 @@ def warm_up(
     *,
     show_progress: bool = True,
 ) -> None:
-    """Train the vision tower in place, then the language model on worked and lazy completions."""
+    """Train the vision tower. After that, train the language model on worked completions and on lazy completions."""
     settings = settings or GroundingWarmUp()
     with torch.random.fork_rng(devices=[]), multiplied_patches(model):
         torch.default_generator.manual_seed(task.seed)

@@ -172,7 +172,11 @@ class GymRecipe(Recipe):
 
     @cached_property
     def heldout(self) -> dict[str, list[Entry]]:
-        """Evaluation questions by task, not in `train` or `warm_up`. Raises: ValueError if too few are found."""
+        """Evaluation questions by task. No evaluation question is in `train` or `warm_up`.
+
+        Raises:
+            ValueError: If a task has too few evaluation questions.
+        """
         first = self.num_train + self.num_warm_up
         found = {}
         for task, config in TASKS.items():

@@ -6,8 +6,8 @@ A problem is a sum of three two-digit numbers. This model cannot compute the sum
     A:[calculator(expression="45+67+89")]<eos>R:201
     A:201<eos>
 
-A supervised warm-up teaches two kinds of answers, calls and guesses. At the end of the warm-up, most answers are
-guesses. GRPO has to find out which kind is rewarded.
+A supervised warm-up teaches two kinds of answers. One kind calls the calculator. The other kind guesses the sum. At the
+end of the warm-up, most answers are guesses. GRPO has to find out which kind is rewarded.
 """
 
 from __future__ import annotations

@@ -284,10 +284,12 @@ def read_calls(text: str, names: Mapping[str, Any], style: ToolFormat = "auto") 
     such as `[TOOL_CALLS]`. In a turn with markers, only the marked text is read, and calls of unknown tools are found
     too.
 
-    Many tokenizers remove the markers. Calls in JSON or XML are found anywhere in a turn without markers. Calls in
-    Python are found only at the beginning of such a turn. If such a turn has text other than calls, only calls of known
-    tools are found. If such a turn has nothing but calls, calls of unknown tools are found too. With the style "auto",
-    a call of an unknown tool is then found only if the call has arguments.
+    Many tokenizers remove the markers. In a turn without markers, calls in JSON or XML are found anywhere. Calls in
+    Python are found only at the beginning of such a turn. In such a turn, a call of an unknown tool is found only if
+    two conditions are met:
+
+    - The turn has no text other than calls.
+    - The call has arguments, or the style is not "auto".
     """
     text = _without_reasoning(text, names, style)
     if blocks := [_block_of(match) for match in _MARKED.finditer(text)]:

@@ -108,7 +108,7 @@ def clipped_surrogate(
         epsilon: How far below 1 the ratio may fall.
         epsilon_high: How far above 1 the ratio may rise (clip-higher, DAPO, arXiv:2503.14476, sec. 3.1); None uses
             `epsilon`.
-        dual_clip: Maximum ratio of tokens of negative advantage; None means no limit.
+        dual_clip: Upper limit of `ratio` if the advantage is negative; None means no limit.
 
     Returns:
         The loss of each token: [B, T], or [B, 1] if both inputs have the shape [B, 1].

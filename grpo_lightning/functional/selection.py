@@ -43,9 +43,9 @@ def high_covariance_tokens(logprobs: Tensor, advantages: Tensor, fraction: float
     Args:
         logprobs: [M] nats.
         advantages: [M] advantage of each token's completion.
-        fraction: Fraction of the tokens to choose, above 0 and at most 1.
-        keys: [M] random numbers. If covariances are equal, the tokens with the smallest numbers are chosen first. With
-            None, the tokens that come first in the vector are chosen first.
+        fraction: The function chooses this fraction of the M tokens. The fraction is above 0 and at most 1.
+        keys: [M] random numbers for ties. A tie is a set of tokens with equal covariances. In a tie, the token with the
+            smallest number is chosen first. If `keys` is None, the token with the smallest index is chosen first.
 
     Returns:
         [M] bool, True at the chosen tokens.

@@ -418,7 +418,10 @@ def even_groups(batch: MicroBatch) -> Rows:
 
 
 def prompt_weights(batch: MicroBatch) -> Tensor:
-    """[N, L] how often the routing of a prompt's token counts: once per completion that is trained on."""
+    """[N, L] weights with which `Routers.load` counts the tokens of prompts.
+
+    The weight of a token is the number of trained completions of the prompt. The weight of padding is 0.
+    """
     numbers = torch.arange(len(batch.prompt_ids), device=batch.prompt_index.device)
     is_its_own = (batch.prompt_index == numbers[:, None]) & is_trained(batch, None)[:, 0]  # [N, B]
     return batch.prompt_mask * is_its_own.sum(1, keepdim=True)
