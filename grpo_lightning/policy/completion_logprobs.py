@@ -731,7 +731,11 @@ class SlicedHead:
         return values / self.scale  # type: ignore[no-any-return]
 
     def score_slice(self, logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Compute the [S, 2] log-probs and entropies of a slice of tokens [S] with hidden states [S, H]."""
+        """Compute the log-prob and the entropy of each token in a slice.
+
+        `ids` is [S], and `hidden` is [S, H]. The result is [S, 2]. Column 0 contains the log-probs. Column 1
+        contains the entropies.
+        """
         return token_values(logits(hidden), ids, self.temperature, self.never, trains_entropy=self.trains_entropy)
 
 

@@ -201,7 +201,8 @@ class PolicyLoader(PolicySettings):
     ) -> PreTrainedModel:
         """Load the model in eval mode, before layers are frozen and adapters are added.
 
-        If `attention` is None, the kernel is `self.attention`, or the model's default if the setting is "auto".
+        If `attention` is None, the attention kernel is `self.attention`. If `self.attention` is "auto" in this case,
+        the kernel is the model's default. A model in memory keeps its own kernel.
         """
         from transformers import PreTrainedModel
 

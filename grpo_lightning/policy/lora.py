@@ -123,7 +123,7 @@ def adapter_config(adapter: str) -> Any:
         ValueError: If the adapter is not LoRA.
         ValueError: If the adapter trains biases.
         ValueError: If the adapter trains the embeddings of single tokens.
-        ValueError: If the adapter is aLoRA.
+        ValueError: If the type of the adapter is "Activated LoRA" (aLoRA).
         ValueError: If the adapter's initialization changed the base's weights in a way that cannot be repeated.
     """
     from peft import PeftConfig

@@ -236,7 +236,7 @@ def describe_adapter(policy: Any) -> dict[str, Any]:
 
 
 def rebuild_adapter(model: Any, description: Mapping[str, Any]) -> Any:
-    """Add the layers of an adapter to a model, without the weights that the run trained.
+    """Add the layers of an adapter to a model. The trained weights of these layers are not loaded.
 
     `description` is the result of `describe_adapter`.
     """

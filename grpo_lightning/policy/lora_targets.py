@@ -172,9 +172,10 @@ def targets(model: Any, names: list[str] | None = None, saved: Iterable[str] = (
 
     Args:
         model: The base model.
-        names: A layer is selected if its name ends in one of these suffixes. None selects all layers that can have an
-            adapter, except the head.
-        saved: Names of modules that are trained completely. These modules and their layers get no adapter.
+        names: Suffixes of layer names. A layer is selected if its name ends in one of the suffixes. If `names` is None,
+            the head is not selected, and every other layer that can have an adapter is selected.
+        saved: Names of modules that are trained completely. Neither these modules nor the layers inside them get an
+            adapter.
 
     Raises:
         ValueError: If a suffix matches no layer, or matches a layer that cannot have an adapter.

@@ -27,7 +27,11 @@ def compute_like(module: nn.Module, original: nn.Module) -> None:
 
 
 def forward_like(module: nn.Module, original: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward with its weights converted to the dtype of the original's weights."""
+    """Run the forward of `module` with converted weights.
+
+    For this call, the weights of `module` are converted to the dtype of another module's weights. The other module is
+    `original`.
+    """
     dtype = next(weight.dtype for weight in original.parameters(recurse=False) if weight.is_floating_point())
     return forward_in(dtype, module, *args, **kwargs)
 

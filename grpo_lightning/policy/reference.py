@@ -244,7 +244,7 @@ class RunReference:
             )
 
     def moved_weights(self) -> dict[str, Tensor] | None:
-        """Copy the weights of an updated reference to the CPU; None if the reference was not updated.
+        """Return CPU copies of the reference's weights; None if the reference was not updated.
 
         Weights that are frozen in the policy are left out. Collective: all ranks must call this. Rank 0 gets the
         weights, and the other ranks get an empty dict.

@@ -38,7 +38,10 @@ def original_length(config: Any) -> int | None:
 
 
 def fix_frequencies(model: nn.Module, longest: int) -> None:
-    """Make every forward pass of a model use the frequencies of a row of `longest` tokens.
+    """Change a model so that every forward pass uses the same rotary frequencies.
+
+    The frequencies are those of the longest row. `longest` is the number of tokens in this row. If the model's
+    frequencies never depend on the row length, the model is not changed.
 
     Raises:
         ValueError: If rows may exceed the original length, and the model's code does not follow transformers'

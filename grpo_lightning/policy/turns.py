@@ -207,8 +207,8 @@ class TurnTokens:
     def rewritten_part(self, settings: Mapping[str, Any]) -> str:
         """The part that the template removes from earlier turns of the policy: "reasoning", or "" for no part.
 
-        Templates of reasoning models remove `<think>...</think>` from all turns but the last. A server that renders the
-        conversation anew then gives the model another text than in training.
+        Some chat templates remove `<think>...</think>` from earlier turns. In training, earlier turns keep this part.
+        If a server renders the whole conversation anew, the model gets the earlier turns without this part.
         """
         turn = {"role": "assistant", "content": f"<think>\n{REASONING}\n</think>\n\n{MARK}"}
         user = {"role": "user", "content": "question"}

@@ -413,7 +413,10 @@ def read_images(lines: Sequence[Line]) -> dict[str, str]:
 
 
 def thumbnail(path: Path) -> str | None:
-    """Scale an image down to `THUMBNAIL` and encode it as a data: URI; None if it cannot be read."""
+    """Return a `data:` URI with a thumbnail of an image; None if the image cannot be read.
+
+    The longer side of the thumbnail has at most `THUMBNAIL` pixels.
+    """
     try:
         image = ImageRef(path).read().copy()
     except (ImageError, ImportError):

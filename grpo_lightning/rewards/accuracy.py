@@ -109,8 +109,10 @@ class Accuracy(AnswerReward):
     side ("6") counts as the ground truth. Units and other words next to a number are ignored: "5 m" equals "5 km". A
     "!" that ends a sentence is not a factorial: "So it is 7!" is 7.
 
-    The reward does not apply to a row without ground truth. The rules above have three exceptions, in which some or all
-    answers get no value (None), and the reward logs a warning:
+    The reward does not apply to a row without ground truth.
+
+    The rules above have three exceptions. In each exception, some or all answers get no value (None). The reward logs a
+    warning about these answers. These are the exceptions:
 
     1. If the ground truth cannot be parsed as mathematics, or is longer than `max_answer_characters`, no answer gets a
        value.
@@ -133,11 +135,12 @@ class Accuracy(AnswerReward):
     truth. The further answers get no value.
 
     Args:
-        answer_column: The data column with the ground truth, which is text or a number. A part after `####`, between
-            answer tags or in `\boxed{}` is the ground truth.
+        answer_column: The data column with the ground truth, which is text or a number. If the text marks a part by
+            `####`, by answer tags or by `\boxed{}`, only this part is the ground truth.
         timeout_seconds: Time limit of one comparison.
-        max_answer_characters: Maximum length of an answer; longer answers are wrong. A completion without tags and
-            boxes is searched only in its last `max_answer_characters` characters.
+        max_answer_characters: Maximum number of characters in an answer. Longer answers are wrong. If a completion has
+            neither answer tags nor a box, only the last `max_answer_characters` characters of the completion are
+            searched.
     """
 
     def __init__(

@@ -213,9 +213,16 @@ def given_answer(text: str) -> str:
 
 
 def gold_answer(answer: Any, column: str) -> str:
-    r"""Find a row's ground-truth answer after `####`, between answer tags or in `\boxed{}`, or return the full text.
+    r"""Extract the ground-truth answer from `answer`, which is a row's value in the data column `column`.
 
-    The result is empty if `answer` is None.
+    Three steps are done in order. Each step searches only the text that the previous step kept.
+
+    1. If the text has `####`, keep only the text after the last `####`, up to the end of the line. Skip this step if
+       the last `####` begins a Markdown heading.
+    2. If the text has answer tags, keep only the text between the last pair of tags.
+    3. If the text has `\boxed{}`, keep only the content of the last box.
+
+    If `answer` is None, the result is empty.
 
     Raises:
         ValueError: If `answer` is neither None nor text nor a number.

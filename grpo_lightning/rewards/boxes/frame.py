@@ -148,7 +148,11 @@ class BoxReward(Reward):
 
     @abstractmethod
     def right(self, answer: Any) -> Any:
-        """Parse the ground truth of a row; None for a row without one. Raises: ValueError if it is invalid."""
+        """Parse the ground truth of a row; None for a row without ground truth.
+
+        Raises:
+            ValueError: If the ground truth is invalid.
+        """
 
     def boxes_of(self, right: Any) -> Sequence[Box]:
         """The boxes of a parsed ground truth, for `check_row` and the log of completions.

@@ -175,13 +175,13 @@ class DetectionMAP(DetectionReward):
     VLM-R1 differs (see docs/vision.md).
 
     Args:
-        answer_column: The data column with the ground-truth objects: a list of mappings with `bbox_2d` and `label`, or
-            text with such a list. `[]` means that there are no objects. The reward does not apply to a row in which
-            this column is None or an empty string.
+        answer_column: The data column with the list of ground-truth objects, or with this list as text. Each object is
+            a mapping with the keys `bbox_2d` and `label`. `[]` means that there are no objects. The reward does not
+            apply to a row in which this column is None or an empty string.
         coordinates: As in `BoxReward`.
         gold_coordinates: As in `BoxReward`.
-        iou_threshold: Minimum IoU of a correct box. None averages over 0.5, 0.55, ..., 0.95. VLM-R1's `od_ap50` uses
-            0.5.
+        iou_threshold: Minimum IoU of a correct box. If `iou_threshold` is None, the average precision is averaged over
+            the ten thresholds 0.5, 0.55, ..., 0.95. The threshold of VLM-R1's `od_ap50` is 0.5.
     """
 
     def __init__(
