@@ -3,10 +3,11 @@
 Programs are untrusted code. They run in a sandbox (`rewards/sandbox/`), in which the kernel refuses access to files,
 sockets and other processes. Programs cannot read the expected answers:
 
-- The reward's process compares standard output and returned values with the expected ones.
-- Test code (`assert f(1) == 2`) runs in a separate process, and calls the program's functions through pipes. The
-  returned values reach the test code as copies of builtin types. Therefore a program cannot pass by patching `==` or a
-  builtin, or by ending its process with status 0.
+- The reward's process compares standard output with the expected output, and a returned value with the expected value.
+- Test code (`assert f(1) == 2`) does not run in the program's process. The test code calls the program's functions
+  through pipes, and can compare only copies of the returned values. Each copy has a builtin type, such as `int`.
+  Therefore a program cannot pass by patching `==` or a builtin. A program also cannot pass by ending its process with
+  status 0.
 
 A program can still pass without solving the problem if it recognizes the arguments of the tests, or if the row's prompt
 contains the expected answers.

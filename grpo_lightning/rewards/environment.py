@@ -29,11 +29,17 @@ class EnvironmentReward(Reward):
 
 
 class ToolUse(Reward):
-    """1 if a tool was run in the conversation, else 0.
+    """1 if a tool ran in the conversation, else 0.
 
-    A tool counts as run even if it raised an error, took too long or crashed. No tool runs if the call is malformed,
-    names an unknown tool, has wrong arguments, or exceeds the maximum number of calls. If the environment logs neither
-    of the metrics `calls` and `used_tools`, a tool counts as run if the conversation has a message of the role "tool".
+    The reward is 1 even if the tool raised an error, took too long or crashed. A call runs no tool in four cases:
+
+    - The call is malformed.
+    - The call names an unknown tool.
+    - The call has wrong arguments.
+    - The call exceeds the maximum number of calls per turn.
+
+    Some environments log neither the metric `calls` nor the metric `used_tools`. For these environments, the reward is
+    1 if the conversation has a message of the role "tool".
     """
 
     def __call__(

@@ -309,11 +309,13 @@ class LLMJudge(AnswerReward):
 
 
 def score_in(reply: str) -> float | None:
-    """Parse the score of a reply; None if it is not a number from 0 to 1.
+    """Parse the score of a reply; None if the score is not a number from 0 to 1.
 
-    The text up to the last `</think>` is ignored. The score is the number after the last "Score:", up to the end of the
-    line. If there is no number at this place, the score is the number after the last "Reward:". In a reply with neither
-    word, the score is the whole remaining text.
+    The text up to the last `</think>` is ignored. The score is the first of these texts that is a number:
+
+    1. the first non-empty line of the text after the last "Score:",
+    2. the first non-empty line of the text after the last "Reward:",
+    3. the whole remaining text, if it has neither "Score:" nor "Reward:".
     """
     final = reply.rpartition("</think>")[2].lower()
     rests = [final.rpartition(word)[2] for word in ("score:", "reward:") if word in final]

@@ -89,7 +89,7 @@ class Classifier:
             )
 
     def size(self, config: PretrainedConfig) -> tuple[int, int]:
-        """(Number of weights, bytes per weight), without loading the weights of a model given by name."""
+        """(Number of weights, bytes per weight). The method loads no weights."""
         from transformers import AutoModelForSequenceClassification
 
         if not self.is_named:

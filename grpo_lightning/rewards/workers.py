@@ -187,7 +187,7 @@ class Answer:
 
 
 def call_reward(reward: WeightedReward, arguments: Mapping[str, Any], catch: type[BaseException] = Exception) -> Answer:
-    """Call a reward in the current process. Returns: its answer, in which `result` may be awaitable."""
+    """Call a reward in the current process. The `result` of the returned `Answer` may be awaitable."""
     answer = Answer()
     logs = reward.select({"log_extra": answer.log_extra, "log_metric": answer.log_metric})
     try:
@@ -310,8 +310,9 @@ class WorkerPool:
 
     Args:
         rewards: All rewards of the run.
-        limits: Settings of the workers; None, or `num_workers` 0, runs all rewards in the training process.
-        kind: The kind of object that runs here, for messages: "Reward", or "Environment" (`environments/workers.py`).
+        limits: Settings of the workers. If `limits` is None or `num_workers` is 0, all rewards run in the training
+            process.
+        kind: The first word of warnings: "Reward" or "Environment".
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], limits: RewardWorkers | None, kind: str = "Reward") -> None:
@@ -382,7 +383,9 @@ class WorkerPool:
         self._close = weakref.finalize(self, _close, self._control, self._process, os.getpid())
 
     def wait(self) -> None:
-        """Wait until the supervisor has loaded the rewards. A reward that cannot be loaded will run in this process.
+        """Wait until the supervisor has loaded the rewards.
+
+        If the supervisor cannot load a reward, the training process runs the reward.
 
         Raises:
             RuntimeError: If the supervisor does not load the rewards within `START_SECONDS`.

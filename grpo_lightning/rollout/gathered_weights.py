@@ -22,7 +22,12 @@ states, which are not allocated yet at the first rollout."""
 
 
 def is_gathered(policy: nn.Module, gather: Gather, dtype: torch.dtype | None = None) -> tuple[bool, str]:
-    """Decide whether to gather sharded weights once per rollout. Returns: the decision and the reason."""
+    """Choose how sharded weights are gathered for sampling.
+
+    Returns:
+        (True, the reason) if the weights are gathered once per rollout. (False, the reason) if the weights are gathered
+        layer by layer at every token.
+    """
     if gather != "auto":
         return gather, "requested"
     device = compute_device(policy)

@@ -282,9 +282,10 @@ class SharedGroups:
         ranks."""
 
     def collect(self, parts: list[Group]) -> list[Group]:
-        """Make N complete groups from the `parts` that each member of the team has sampled.
+        """Make N complete groups from the parts of all members of the team. Collective over the team.
 
-        Collective over the team.
+        Args:
+            parts: [N], this member's part of each group.
 
         Returns:
             The N complete groups on the first member; an empty list on the other members.

@@ -214,7 +214,11 @@ def sampled_difference(new_tokens: SampledTokens, expected: SampledTokens) -> st
 
 
 def nats(one: Tensor, other: Tensor) -> Tensor:
-    """|difference|: infinite where only one of the two is NaN or infinite, 0 where both are NaN or equal."""
+    """|one - other|, elementwise.
+
+    Two NaNs have the difference 0. Two equal infinite values also have the difference 0. Every other pair with a
+    NaN or an infinite value has an infinite difference.
+    """
     distance = (one - other).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     return distance.masked_fill(one.isnan() & other.isnan() | (one == other), 0)
 

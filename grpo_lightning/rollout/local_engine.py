@@ -449,7 +449,10 @@ class LocalEngine(RolloutEngine):
         return (rows.select(pack_rows(unfinished)) if unfinished else None), joining
 
     def feed(self, rows: OpenRows | None, step: int, placed: PlacedPrompts) -> None:
-        """Run the policy on the tokens of a decoding step, to get the next logits; without rows, on a dummy token."""
+        """Run the policy on the tokens of a decoding step, and store the next logits in `rows`.
+
+        If `rows` is None, run the policy on a dummy token, and store nothing.
+        """
         if rows is None:
             ids = torch.full((1, 1), self.pad_id, device=placed.first.device)
             self.forward(ids, position_ids=placed.along(torch.zeros_like(ids)))

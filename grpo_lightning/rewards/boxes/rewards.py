@@ -162,15 +162,15 @@ class DetectionReward(BoxReward):
 class DetectionMAP(DetectionReward):
     """COCO's mean average precision of the objects listed in an answer (VLM-R1's `map`, `od_ap` and `od_ap50`).
 
-    The answer of a completion is the content of its last `<answer>...</answer>`. Without these tags, it is the text
-    after `</think>`. The answer must contain a JSON list of `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`, or be the
-    word `None`, which lists no object. If both the answer and the ground truth list no object, the reward is 1. If only
-    one of them lists objects, the reward is 0. An object without a label or without four numbers is a false positive.
-    Labels are compared case-insensitively.
+    The answer of a completion is the content of its last `<answer>...</answer>`. Without these tags, the answer is the
+    text after `</think>`. The answer must be the word `None` (no objects), or contain a JSON list of
+    `{"bbox_2d": [x1, y1, x2, y2], "label": "..."}`. If neither the answer nor the ground truth has an object, the
+    reward is 1. If only one of the two has objects, the reward is 0. An object without a label is a false positive. An
+    object without a box of four numbers is also a false positive. Labels are compared case-insensitively.
 
-    Average precision ranks the boxes of each label, here in the order in which the answer lists them. A wrong object
-    does not lower the reward if it is listed after the last correct object of its label. `OdLength` penalizes these
-    objects.
+    Average precision ranks the boxes of each label. A box that comes earlier in the answer has a higher rank. If a
+    wrong object comes after the last correct object of the same label, the wrong object does not lower the reward.
+    `OdLength` lowers the reward of an answer that has more objects than the ground truth has.
 
     VLM-R1 differs (see docs/vision.md).
 

@@ -166,7 +166,7 @@ class Sandbox:
         Args:
             stdin: The program's standard input.
             seconds: Time limit.
-            max_output: Output in bytes above which the program is stopped.
+            max_output: Maximum size of the standard output, in bytes. A program with a larger output is stopped.
 
         Raises:
             SandboxError: If the sandbox failed.

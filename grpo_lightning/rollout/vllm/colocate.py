@@ -50,7 +50,9 @@ def current_device() -> int | None:
 
 
 def check_installed(mode: str) -> None:
-    """Check that vLLM can be imported and is new enough. In mode "server", only NCCL needs vLLM.
+    """Check that vLLM can be imported and is new enough.
+
+    In mode "server", this process needs vLLM only if `weight_transfer_backend` is "nccl".
 
     Raises:
         ModuleNotFoundError: If vLLM is not installed.
