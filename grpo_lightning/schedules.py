@@ -35,8 +35,9 @@ class Schedule(LambdaLR):
     Raises:
         ValueError: If both `warmup_ratio` and `warmup_steps` are given, or `warmup_ratio` is not in [0, 1].
 
-    The training module calls `set_length`, but not for a schedule inside another one (`SequentialLR`). Without
-    this call, the inner schedule raises ValueError at its second step.
+    The training module calls `set_length` of the run's schedule. A `Schedule` cannot be a part of another schedule,
+    such as `SequentialLR`. The training module does not call `set_length` of such a part, so the part raises
+    ValueError.
     """
 
     kind: ClassVar[str]

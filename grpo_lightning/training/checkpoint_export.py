@@ -250,16 +250,17 @@ def load_trained_weights(
 ) -> int:
     """Load the checkpoint's weights into the model. The checkpoint is allowed to lack frozen weights.
 
-    The checkpoint can contain a tied weight under one name, or equal tensors under several names. `trained` is the
-    number of tensors that the optimizer trained; None if unknown. If the checkpoint contains that many tensors, or if
-    `fill_missing` is true, the checkpoint is allowed to lack any other weight.
+    The checkpoint can contain a tied weight under one name, or under several names with equal tensors. `trained` is
+    the number of tensors that the optimizer trained; None if unknown. If the number of weights in the checkpoint
+    equals `trained`, all missing weights count as frozen. A tied weight counts as one weight. If `fill_missing` is
+    true, the checkpoint is allowed to lack trained weights too.
 
     Returns:
         Number of parameters (elements, not tensors) that the checkpoint lacks.
 
     Raises:
-        ValueError: If names or shapes of weights do not match the model, if tied weights differ, or if trained weights
-            are missing.
+        ValueError: If names or shapes of weights do not match the model, if the tensors of a tied weight differ, or if
+            `fill_missing` is false and a missing weight does not count as frozen.
     """
     own = model.state_dict()
     check_names_and_shapes(own, weights)

@@ -323,11 +323,14 @@ class RankFiles:
         )
 
     def of_moment(self, moment: str | None) -> list[Path]:
-        """The files with names that begin with `moment`; none if it is None."""
+        """The files with names that begin with the value of `moment`; no files if `moment` is None."""
         return [] if moment is None else sorted(self.folder.glob(f"{moment}-*.pt"))
 
     def tidy(self, moment: str | None) -> None:
-        """Remove the files with names that do not begin with `moment`. If `moment` is None, remove all files."""
+        """Remove all files with names that do not begin with the value of `moment`.
+
+        If `moment` is None, remove all files.
+        """
         for path in self.folder.glob("*.pt") if self.folder.is_dir() else ():
             if moment is None or not path.name.startswith(f"{moment}-"):
                 path.unlink(missing_ok=True)

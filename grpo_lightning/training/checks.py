@@ -131,8 +131,9 @@ def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Cal
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
     """Fill in `rewards` and `scores` that a subclass's `resample` or `compute_advantages` left out of its `Rollout`.
 
-    If the method returned the groups that it was given, the given rollout supplies missing fields. Otherwise, the
-    method must return `rewards`, and missing `scores` are made from them.
+    `given` is the rollout that the method received. `returned` is the rollout that the method returned. If both
+    rollouts have the same groups, `given` supplies the fields that are missing in `returned`. Otherwise, `returned`
+    must have `rewards`, from which the function makes missing `scores`.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -508,7 +509,11 @@ def check_shared_environment(ranks_per_group: int, conversations: Conversations 
 
 
 def check_staleness(max_staleness: int, old_logprobs: str, rollout_correction: str) -> None:
-    """Check `max_staleness`, and warn if nothing corrects for it. Raises: ValueError if it is negative."""
+    """Check `max_staleness`. Raises: ValueError if `max_staleness` is negative.
+
+    If `max_staleness` is above 0, completions can come from older weights. In this case, log a warning if neither
+    `old_logprobs` nor `rollout_correction` corrects for the older weights.
+    """
     if max_staleness < 0:
         raise ValueError(
             f"model.max_staleness must be at least 0 (0 samples from the current weights), got {max_staleness}."

@@ -187,9 +187,10 @@ def sources_in(loaders: Any) -> list[PromptSource]:
 def check_truncation(conversations: Conversations | None, trainer: L.Trainer) -> None:
     """Check for truncated prompts, because descriptions of tools cannot be added to a truncated prompt.
 
+    If the run has no environment with tools, the function does nothing.
+
     Raises:
-        ValueError: If the environment has tools, and if a known prompt is truncated or the data module truncates
-            long prompts.
+        ValueError: If a known prompt is truncated, or if the data module truncates long prompts.
     """
     if conversations is None or not conversations.schemas:
         return

@@ -1,4 +1,7 @@
-"""If a run fails or stops, end the ranks that Lightning launched. Log each rank that a signal has ended already."""
+"""If a run fails or stops, end the ranks that Lightning launched.
+
+If a signal has already killed a rank, log an error that names this rank and this signal.
+"""
 
 from __future__ import annotations
 

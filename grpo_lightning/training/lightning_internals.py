@@ -179,7 +179,7 @@ def remember_saved_step(callback: ModelCheckpoint, step: int) -> None:
 
 
 def last_saved_step(callback: ModelCheckpoint) -> int:
-    """The step of the last checkpoint that a callback has saved; 0 if it has saved none."""
+    """The step of the latest checkpoint that `callback` has saved; 0 if `callback` has saved no checkpoint."""
     return callback._last_global_step_saved
 
 

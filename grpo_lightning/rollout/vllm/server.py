@@ -332,7 +332,8 @@ class Served:
     def begin_update(self) -> None:
         """Begin to send weights. Until `finish_update`, the server samples nothing and reports version `INCOMPLETE`.
 
-        The workers join a new process group if the server does not report this run's last weights.
+        The workers join a new process group if no process group is open, or if the server reports another version
+        than `self.version`.
 
         Raises:
             ServerError: If the server cannot be updated.

@@ -161,13 +161,16 @@ class Servers:
     # -------------------------------------------------------------------------------------------------------- weights
 
     def update(self, groups: Iterable[list[tuple[str, Tensor]]], version: int) -> Announcement:
-        """Send the policy's weights, one group at a time, to all servers that lack them.
+        """Send the policy's weights to all servers that lack these weights.
 
-        `groups` is iterated over only once. A server that does not answer is left out until the next update.
+        Each item of `groups` is a list of weights. The method sends each list to all these servers before the method
+        takes the next list. The method iterates over `groups` only once. A server that does not answer is left out
+        until the next update.
 
         Raises:
             UnavailableError: If no server has received the weights, but another try may succeed.
-            ServerError: If a server cannot load the weights, or none has answered for `reconnect_timeout` seconds.
+            ServerError: If a server cannot load the weights, or if no server has answered for `reconnect_timeout`
+                seconds.
         """
         self.num_sends += 1
         name = version_name(self.run, version, self.num_sends)

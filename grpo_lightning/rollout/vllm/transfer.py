@@ -1,8 +1,8 @@
 """Weight transfer to vLLM: backends that receive weights, and process groups through which the trainer sends them.
 
-vLLM's own backend `nccl` needs GPUs. `register` adds two backends that do not. `tensors` passes tensors within one
-process, and `gloo` broadcasts tensors over TCP. vLLM calls `register` in each of its processes, through the entry point
-`vllm.general_plugins` of this package.
+vLLM's own backend `nccl` needs GPUs. `register` adds two backends that need no GPU. The backend `tensors` passes
+tensors within one process. The backend `gloo` broadcasts tensors over TCP. This package has the entry point
+`vllm.general_plugins`, through which every vLLM process calls `register`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Tensors:
 
 @dataclass
 class GroupInit:
-    """Address of the trainer's group, and the ranks in it. The fields are those of `nccl`, and a timeout in seconds."""
+    """Setup of the backend `gloo`. `timeout` is in seconds. The other fields are those of the backend `nccl`."""
 
     master_address: str
     master_port: int

@@ -174,8 +174,8 @@ class VLLMEngine(RolloutEngine):
         mode: "colocate" runs vLLM in the training process, on the same device. "server" uses an external `vllm serve`.
         gpu_memory_utilization: Fraction of the GPU's memory that vLLM uses for its copy of the weights and for its KV
             cache.
-        max_model_len: Maximum tokens of a prompt and its completion; null uses the policy's number of positions. A
-            smaller number needs less memory.
+        max_model_len: Maximum number of tokens of a prompt and its completion together; null uses the policy's number
+            of positions. A smaller number needs less memory.
         max_num_seqs: Maximum number of completions that vLLM decodes at the same time.
         enable_prefix_caching: True computes a prompt, or a common beginning of several prompts, only once.
         enforce_eager: True captures no CUDA graphs, so vLLM starts faster and needs less memory, but decodes more
@@ -183,17 +183,18 @@ class VLLMEngine(RolloutEngine):
         dtype: Dtype of vLLM's copy of the weights; "auto" is the dtype of the policy's weights.
         limit_mm_per_prompt: Maximum number of images in a prompt, for example {image: 2}; null uses vLLM's own limit. A
             lower limit needs less memory.
-        tensor_parallel_size: Number of consecutive ranks that share one vLLM, and divide its weights and KV cache. It
-            must divide the number of ranks.
+        tensor_parallel_size: Number of consecutive ranks that share one vLLM. Each of these ranks holds a part of
+            vLLM's weights and a part of vLLM's KV cache. The run's number of ranks must be a multiple of this setting.
         sleep_level: How vLLM's GPU memory is used while the policy trains. 0 keeps the weights and the KV cache. 1
-            moves vLLM's weights to the CPU and discards the KV cache. 2 discards both, so that the weights are sent
-            before every rollout, even if the weights have not changed.
+            moves vLLM's weights to the CPU and discards the KV cache. 2 discards the weights and the KV cache. With 2,
+            the weights are therefore sent before every rollout, even if the weights have not changed.
         quantization: Quantization of vLLM's copy of the weights, by vLLM's name, for example "fp8"; null for none. With
             quantization, completions come from a different distribution than the policy's, so set
             `objective.rollout_correction`.
         enable_lora: Before each rollout, True sends the policy's adapter, and False sends merged weights. With True,
-            the base weights are sent only once, at the start.
-        base_url: Address of the server, or a list for several servers. Do not set `host` or `port` as well.
+            the base weights are sent at the start. Later, the base weights are sent only if vLLM has lost or discarded
+            the base weights.
+        base_url: Address of the server, or a list for several servers. With `base_url`, do not set `host` or `port`.
         host: Name or address of the server's machine, or a list for several servers.
         port: Port of the server, or a list of ports.
         timeout: Time limit in seconds for a call to the server, including the time in the server's queue.
@@ -487,7 +488,10 @@ class VLLMEngine(RolloutEngine):
         return self
 
     def connect_servers(self, policy: str | None) -> Servers:
-        """Make and check the `Servers` of a policy with this name. Raises: the errors of `Served.check`."""
+        """Make a `Servers` object, and check its servers. Raises: the errors of `Served.check`.
+
+        `policy` is the name or folder of the policy. If `policy` is None, the servers may serve any model.
+        """
         found = Servers(
             self.urls,
             self.timeout,
@@ -655,8 +659,8 @@ class VLLMEngine(RolloutEngine):
         last bits of the completion's logits can depend on the size of the batch. `turns` is not used, because vLLM's
         prefix cache keeps the states of conversations.
 
-        In the thread of the last call of `sync_weights`, `generate` is collective. If no server has the weights any
-        more, `generate` then sends the weights again.
+        In the thread of the last call of `sync_weights`, `generate` is collective. In this thread, `generate` sends the
+        weights again if no server has the weights any more.
 
         In another thread, `generate` is not collective. An error on one rank is then raised only on this rank. In such
         a thread, `generate` does not send weights, because training can change the weights at the same time.
