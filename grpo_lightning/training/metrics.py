@@ -275,7 +275,7 @@ def add_scores(metrics: StepMetrics, scores: Scores) -> None:
 def group_stds(values: Tensor) -> tuple[float, int]:
     """Compute the unbiased standard deviation of each row. Return the sum and the number of these standard deviations.
 
-    `values` is [N, G]. NaN is ignored. A row with fewer than two other values is left out.
+    `values` is [N, G]. NaN is ignored. If a row has fewer than two values that are not NaN, the row is left out.
     """
     rows = [row[~row.isnan()] for row in values]
     stds = [row.std().item() for row in rows if row.numel() > 1]

@@ -1,8 +1,8 @@
 """Split a rollout into the micro-batches of its optimizer steps.
 
-A rollout is split into `updates` optimizer steps of `accumulate` micro-batches each. The order of the data decides to
-which update a completion belongs. The split of an update into micro-batches affects only memory and padding, not the
-gradient, because the loss is divided by the number of tokens or completions of the entire update.
+A rollout is split into optimizer steps (updates). Each update is split into micro-batches. The order of the data
+decides to which update a completion belongs. The split of an update into micro-batches affects memory and padding. The
+split does not affect the gradient, because the divisor of the loss is computed for the entire update.
 """
 
 from __future__ import annotations
@@ -346,8 +346,8 @@ def plan_over_ranks(
 ) -> tuple[list[MicroBatch], list[StepCounts]]:
     """Split the rollout of all ranks into micro-batches. Collective: all ranks call it.
 
-    `groups` are N groups of this rank, each with this rank's K completions of the group. N may be 0. `advantages` is
-    [N, K]. `settings` are arguments of `plan_micro_batches`.
+    `groups` are the N groups of this rank's team. N may be 0. Each group contains only the K completions of this rank.
+    `advantages` is [N, K]. `settings` are the other arguments of `plan_micro_batches`, except `share`.
 
     Returns:
         This rank's micro-batches in order, and the counts of each update, summed over all ranks.

@@ -20,10 +20,11 @@ CPU = torch.device("cpu")
 def offloaded(
     names: Sequence[str], policy: nn.Module, reference: Any, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Keep the reference or the optimizer states on the CPU inside the `with` block.
+    """Keep the reference, the optimizer states or both on the CPU inside the `with` block.
 
-    Weights that the policy and the reference share stay on their device. Only the first optimizer is offloaded. The
-    reference is a `FrozenCopy` if `names` contains "reference".
+    `names` contains "reference", "optimizer" or both. If `names` contains "reference", the reference must be a
+    `FrozenCopy`. If a weight of the reference is shared with the policy, the weight is not offloaded. If there are
+    several optimizers, only the states of the first optimizer are offloaded.
     """
     with contextlib.ExitStack() as stack:
         if "reference" in names:

@@ -87,7 +87,11 @@ class RouterLoss:
 
 
 def router_coefficient(requested: float | None, config: PretrainedConfig) -> float:
-    """Weight of the load-balancing loss. None requests `router_aux_loss_coef` of the policy's config, or 0 without it.
+    """Weight of the load-balancing loss.
+
+    - For a dense model, the weight is 0.
+    - For a mixture of experts, the weight is `requested`. If `requested` is None, the weight is `router_aux_loss_coef`
+      of the policy's config. If `requested` is None and the config has no `router_aux_loss_coef`, the weight is 0.
 
     Raises:
         ValueError: If a coefficient above 0 is requested for a dense model.

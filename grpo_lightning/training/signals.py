@@ -71,7 +71,11 @@ class RequeueAtStepEnd(L.Callback):
         self.received = signum
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """At the end of a step, if any rank got the signal, requeue on all ranks and end the run."""
+        """At the end of a step, if any rank got the signal, requeue the job and end the run.
+
+        The method calls Lightning's signal handler on every rank. After the last step of the training, the job is not
+        requeued.
+        """
         if self.answer is None or not is_between_steps(trainer) or not any_over_ranks(self.received is not None):
             return
         is_last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
@@ -193,7 +197,10 @@ class GracefulStop(L.Callback):
         stop_as_on_sigterm(trainer)
 
     def save(self, trainer: L.Trainer) -> Path:
-        """Save a checkpoint, remove those of earlier stops, and return its path. Collective: all ranks call it."""
+        """Save a checkpoint and return its path. Collective: all ranks call this method.
+
+        The checkpoints of earlier stops are removed after the new checkpoint has been saved.
+        """
         folder = Path(trainer.strategy.broadcast(str(self.folder)))
         checkpoint = folder / f"stopped-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(checkpoint)

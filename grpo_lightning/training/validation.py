@@ -314,9 +314,10 @@ def evaluation_tables(
 
 
 def numbers_of(tables: Sequence[Mapping[str, EvaluationTable]], stage: str) -> dict[str, float]:
-    """Metric values by log key, which is `<stage>/...` for sampled and `<stage>/greedy/...` for greedy completions.
+    """Metric values by log key.
 
-    With several data loaders, log keys start with `<stage>/loader_<index>/`. The stage is "val" or "test".
+    The log keys of sampled completions are `<stage>/...`. The log keys of greedy completions are `<stage>/greedy/...`.
+    `<stage>` is "val" or "test". If there are several data loaders, `/loader_<index>` follows `<stage>` in log keys.
     """
     numbers: dict[str, float] = {}
     for place, of_loader in enumerate(tables):
