@@ -65,7 +65,7 @@ class BeforeAfter(L.Callback):
         self.progress: Progress | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget all results at the start of a run. After this hook, Lightning loads the results of a resumed run."""
+        """At the start of a run, forget all results. After this hook, Lightning loads the results of a resumed run."""
         if stage == "fit" and trainer.global_step == 0:
             self.before, self.after, self.samples = None, None, {}
 

@@ -60,9 +60,9 @@ class CompletionLog(L.Callback):
     The lines of a rollout are in the order of its prompts. With dynamic sampling, the completions of skipped prompts
     have no lines.
 
-    Weights & Biases also gets a table of each rollout. From each rollout, the callback chooses the best completions,
-    the worst completions and a few other completions. TensorBoard gets the chosen completions. If the prompt of a
-    chosen completion is on rank 0, TensorBoard and Weights & Biases get the images in this prompt.
+    For each rollout in `completions.jsonl`, Weights & Biases gets a table with the first `max_rows` completions.
+    TensorBoard gets only the best completions, the worst completions and a few other completions of the rollout. If the
+    prompt of one of these completions is on rank 0, TensorBoard and Weights & Biases get the images in this prompt.
 
     With `token_logprobs`, `tokens.jsonl` has the tokens of each completion that is trained on. A line has the fields
     `rollout`, `completion` (index of the completion in the rollout), `tokens` (text), `old_logprobs` and `logprobs`
@@ -201,7 +201,7 @@ class CompletionLog(L.Callback):
         logger.log_table("rollout/completions", columns=columns, data=data, step=lines[0]["step"])
 
     def images(self, prompt: Prompt | None) -> Iterator[Any]:
-        """PIL images of a prompt. An unreadable image is logged and does not stop the run."""
+        """Iterate over the PIL images of a prompt. Skip each unreadable image, and log a message."""
         for image in () if prompt is None else prompt.images:
             try:
                 yield image.read()
@@ -261,7 +261,7 @@ def image_records(group: Group) -> list[dict[str, Any]]:
 
 
 def first_lines(ranks: Sequence[Sequence[Sequence[str]]]) -> dict[tuple[int, int], int]:
-    """Index of each group's first line in the file, by rank and the group's index on that rank."""
+    """Number of lines of a rollout before the first line of each group. Group g of rank r has the key `(r, g)`."""
     groups = interleave(
         [[(rank, number, len(group)) for number, group in enumerate(own)] for rank, own in enumerate(ranks)]
     )

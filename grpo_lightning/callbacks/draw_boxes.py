@@ -127,7 +127,7 @@ class DrawBoxes(L.Callback):
         self.chosen: list[Prompt] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget all answers at the start of a run. After this hook, Lightning loads the answers of a resumed run."""
+        """At the start of a run, forget all answers. After this hook, Lightning loads the answers of a resumed run."""
         if stage == "fit" and trainer.global_step == 0:
             self.before = None
 

@@ -67,7 +67,7 @@ class LearningCurves(StepMetrics):
         self.history: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget all points at the start of a run. After this hook, Lightning loads the points of a resumed run."""
+        """At the start of a run, forget all points. After this hook, Lightning loads the points of a resumed run."""
         if stage == "fit" and trainer.global_step == 0:
             self.history = defaultdict(list)
 

@@ -49,7 +49,7 @@ class NewestCheckpoints(ModelCheckpoint):
         """State of this callback in a new run."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the list of checkpoints at the start of a run.
+        """At the start of a run, forget the list of checkpoints.
 
         After this hook, Lightning loads the list of a resumed run.
         """
@@ -80,9 +80,11 @@ class NewestCheckpoints(ModelCheckpoint):
 def is_last_step_due(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
     """True if a callback must save the last step at the end of this epoch, and not in `on_train_end`.
 
-    In `on_train_end`, Lightning's `WeightAveraging` replaces the weights by their average, and a run cannot resume from
-    the average. With `save_weights_only`, no run can resume from the checkpoints of the callback. Therefore the result
-    is False, and the last step is saved in `on_train_end`.
+    In `on_train_end`, Lightning's `WeightAveraging` replaces the weights by their average. A run cannot resume from the
+    average. Therefore a checkpoint for resuming must be saved before `on_train_end`.
+
+    If `save_weights_only` is true, no run can resume from the checkpoints of the callback. In this case, the result is
+    False, and the callback saves the last step in `on_train_end`.
     """
     return not callback.save_weights_only and is_last_epoch(trainer)
 

@@ -76,7 +76,7 @@ class Parser(LightningArgumentParser):
         }
 
     def settings_flags(self) -> set[str]:
-        """Flags whose value may be a settings file. A path in `data.datasets` is a data file."""
+        """Flags whose value may be a settings file, except the flags of datasets (`config.MIXTURES`)."""
         return {
             flag
             for flag, action in self._option_string_actions.items()

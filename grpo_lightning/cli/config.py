@@ -285,8 +285,8 @@ def settings_class(hint: Any, default: Any = None) -> Any:
 def arguments(kind: Any, hint: Any = None) -> dict[str, Any]:
     """Types of the arguments of a class or function, by name.
 
-    If `hint` contains a `Callable[[...], ...]`, the caller of the `Callable` passes the first arguments. These
-    arguments are left out.
+    If `hint` contains a `Callable` with n arguments, the result does not have the first n arguments of the class or
+    function. The caller of the `Callable` passes these n arguments.
     """
     function = kind.__init__ if inspect.isclass(kind) else kind
     try:

@@ -322,7 +322,7 @@ def fields(owner: ast.ClassDef) -> Iterator[tuple[str, str | None, str]]:
 
 
 def arguments(constructor: ast.FunctionDef) -> Iterator[tuple[str, str | None, str]]:
-    """Name and default of each argument of a constructor, and "" instead of a description."""
+    """Name, default and description of the arguments of a constructor. The description is always ""."""
     given = constructor.args
     positional = given.args[1:]  # without self
     defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]

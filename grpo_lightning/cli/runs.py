@@ -279,7 +279,7 @@ class MetricsWriter(ExperimentWriter):
 
 
 def without_anonymous(logger: Any) -> None:
-    """Remove the unset `anonymous` argument of a WandbLogger. W&B would warn that it has no effect."""
+    """If the argument `anonymous` of a WandbLogger is None, remove this argument to avoid a warning from W&B."""
     settings = getattr(logger, "_wandb_init", None)
     if isinstance(settings, dict) and settings.get("anonymous", "") is None:
         del settings["anonymous"]

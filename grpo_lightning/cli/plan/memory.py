@@ -233,8 +233,8 @@ def optimizer_bytes(
 ) -> tuple[float, list[str]]:
     """Measure the optimizer state after a step on a small tensor. Returns: (bytes per trained weight, remarks).
 
-    The tensor has `width` bytes per weight. For optimizers that factorize matrices, the result is too high, because
-    larger matrices need fewer bytes per weight.
+    The tensor has `width` bytes per weight. An optimizer that factorizes matrices needs fewer bytes per weight for
+    the large matrices of a model than for the small tensor. For such an optimizer, the result is too high.
     """
     name = str(settings.get("class_path", "")).rpartition(".")[2] if hasattr(settings, "get") else ""
     if "8bit" in name:  # 8-bit optimizers cannot step on every CPU
@@ -458,8 +458,9 @@ def format_ranks(ranks: int) -> str:
 def offload_part(part: Part, offloaded: frozenset[str]) -> list[Part]:
     """Apply `model.offload` to a part of the memory.
 
-    If the part is offloaded, the result has two parts. The first part is on the device during training. The second part
-    is on the CPU during sampling. If the part is not offloaded, or if it is always on the CPU, the result is `[part]`.
+    If `part` is offloaded, all of its bytes are on the device during training and on the CPU during sampling. The
+    result has one entry for training and one entry for sampling. If `part` is not offloaded, or if `part` is always on
+    the CPU, the result is `[part]`.
     """
     group = {"reference": "reference", "optimizer states": "optimizer", "master weights": "optimizer"}.get(part.name)
     if group not in offloaded or part.is_on_cpu:

@@ -252,7 +252,11 @@ def cpu_lines(parts: list[Part]) -> list[str]:
 
 
 def device_bytes(device_gib: float | None) -> float | None:
-    """Bytes of `device_gib`, or of this machine's GPU if `device_gib` is None; None without a GPU."""
+    """Convert `device_gib` to bytes.
+
+    If `device_gib` is None, the result is the memory of this machine's GPU in bytes. If there is also no GPU, the
+    result is None.
+    """
     if device_gib is not None:
         return device_gib * GIB
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
