@@ -30,7 +30,7 @@ def wait_for(value: Any) -> Any:
     """Wait for an awaitable in sync code, and return its result. A value that is not awaitable is returned unchanged.
 
     Raises:
-        RuntimeError: If `wait_for` gets an awaitable in the thread of the loop.
+        RuntimeError: If the thread of the event loop calls `wait_for` with an awaitable.
         RuntimeError: If the awaitable raises SystemExit.
     """
     if not isinstance(value, Awaitable):

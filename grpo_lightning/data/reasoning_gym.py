@@ -203,11 +203,12 @@ class ReasoningGymTasks:
     has changed.
 
     Args:
-        tasks: The reasoning-gym settings of each task, by the name of the task. If the settings of a task are null or
+        tasks: The reasoning-gym settings of each task. The keys are task names. If the settings of a task are null or
             `{}`, the task has reasoning-gym's default settings.
         folder: Output folder. A rebuild replaces the whole folder.
         size: Training rows per task.
-        heldout_size: Validation rows per task, counted before held-out questions are dropped.
+        heldout_size: Number of held-out questions to generate per task. If some of these questions are dropped, the
+            task has fewer validation rows.
         seed: Seed of the questions; null for the seed of `seed_everything`.
     """
 

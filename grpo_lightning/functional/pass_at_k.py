@@ -82,9 +82,9 @@ def interval(values: Tensor, confidence: float = 0.95, num_generations: int = 1)
     from N to N x G. Miller 2024 (arXiv:2411.00640) describes the statistics of clustered samples.
 
     Args:
-        values: [N] in [0, 1], one per prompt; nan is excluded.
-        confidence: Coverage.
-        num_generations: G, the number of completions averaged in each value.
+        values: [N] values in [0, 1], one per prompt. Values that are nan are ignored.
+        confidence: Coverage of the interval.
+        num_generations: G. Each value is a mean over G completions.
 
     Returns:
         (low, high); (nan, nan) without values.

@@ -51,7 +51,7 @@ def is_expert_adapter(layer: Any) -> bool:
 
 
 def layer_weights(layer: Any, adapter: str) -> Iterator[nn.Parameter]:
-    """Iterate over the weights of an adapter in one of its layers, or in a copied layer."""
+    """Iterate over all weights that an adapter has in a layer. The layer must be one of `switched_modules`."""
     for kind in layer.adapter_layer_names:
         yield from weights_of(layer, kind, adapter)
 

@@ -179,10 +179,14 @@ class Scorer:
         return replace(self, path="dense").num_chunks(replace(batch.select(rows), images=())) if rows else 0
 
     def chunks(self, batch: MicroBatch) -> list[Tensor | None]:
-        """Row indices of every chunk, longest completions first; [None] (all rows in order) for a single chunk.
+        """Sort the completions by length, longest first, and divide the sorted completions into chunks.
 
-        If another rank needs more chunks than this rank has completions, each additional chunk runs the shortest
-        completion again.
+        If another rank needs more chunks than this rank has completions, each additional chunk contains the shortest
+        completion once more.
+
+        Returns:
+            The row indices of each chunk; [None] if there is only one chunk. None stands for all rows, in the order of
+            the micro-batch.
         """
         lengths = self._row_lengths(batch)
         sizes = chunk_sizes(lengths, self.chunk_size, batch.num_chunks or 1)
@@ -371,7 +375,10 @@ def chunk_sizes(lengths: Sequence[int], chunk_size: int | AutoChunks | None, num
 def computed_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> int:
     """Number of tokens that the forward passes of the chunks compute, padding included.
 
-    A chunk of size 0 runs the shortest completion again. `lengths` are sorted, longest first.
+    Args:
+        lengths: [B] tokens of each completion, longest first.
+        sizes: Number of completions in each chunk. An empty chunk (size 0) counts as a chunk with one completion, the
+            shortest one.
     """
     starts = itertools.accumulate(sizes, initial=0)
     longest = (max(lengths[min(start, len(lengths) - 1)], 1) for start in starts)

@@ -61,7 +61,7 @@ def expand_to_rows(states: Tensor, rows: Rows) -> Tensor:
 
 
 class StoredAttention(DynamicLayer):
-    """Full-attention layer in the cache of the prompt pass. It stores the keys and values of the first update."""
+    """Full-attention layer in the cache of the prompt pass. Only the first call of `update` stores keys and values."""
 
     dtype: torch.dtype
     device: torch.device

@@ -32,12 +32,12 @@ class LoRA:
     Args:
         rank: Number of rows of A, and of columns of B.
         alpha: B A is scaled by alpha / rank.
-        dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. Forward passes for sampling,
-            for old log-probs and for the reference's log-probs have no dropout, so dropout changes importance ratios at
-            random. By default, the ratios in the first update on a rollout are still 1. If `model.old_logprobs` is
-            "rollout", dropout changes these ratios too.
+        dropout: Fraction of A's inputs that is set to 0 in the forward passes of updates. All other forward passes, for
+            example those for sampling and for old log-probs, have no dropout. Dropout therefore changes importance
+            ratios at random, with one exception. If `model.old_logprobs` is "recompute" (the default), the first update
+            on a rollout has importance ratios of 1.
         target_modules: Suffixes of layer names, for example `q_proj` or `lm_head`; None selects every linear layer of
-            the language model except its output head. If the head is tied to the embeddings, an adapter of the head
+            the language model except the output head. If the head is tied to the embeddings, an adapter of the head
             changes only the head.
         target_parameters: Suffixes of names of expert tensors, for example `experts.gate_up_proj`. Every expert gets an
             A and a B of its own. With None, experts get no adapters.
@@ -45,11 +45,11 @@ class LoRA:
             make the adapter's output smaller.
         use_dora: Also train the magnitude of each row of W + s B A (DoRA, arXiv:2402.09353, equation 5). Here s is
             alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
-        modules_to_save: Suffixes of names of modules that are trained completely, as float32 copies next to the frozen
-            originals, for example `embed_tokens` and `lm_head`. The reference uses the originals. A module is refused
-            if its weights are tied to those of another module.
-        adapter: Folder or hub name of a peft adapter to start from (the initial adapter), with its own rank, alpha and
-            layers. The reference is then the base with the initial adapter.
+        modules_to_save: Suffixes of module names, for example `embed_tokens` and `lm_head`. A float32 copy of each of
+            these modules is trained. The original modules are frozen, and the reference uses the originals. A module is
+            refused if its weights are tied to the weights of another module.
+        adapter: Folder or hub name of a peft adapter to start from (the initial adapter). The trained adapter has the
+            rank, alpha and layers of the initial adapter. The reference is the base with the initial adapter.
     """
 
     rank: int = 16

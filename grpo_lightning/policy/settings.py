@@ -40,15 +40,17 @@ class PolicySettings:
             learning rates.
         head_dtype: "float32" computes the logits in float32, also for sampling and for the reference. "auto" computes
             the logits in the run's precision.
-        attention: Attention kernel. "auto" uses flash_attention_2 if it is installed, it supports the model, and the
-            run computes in 16 bits on CUDA. If not, "auto" uses the model's default (mostly sdpa). A run computes in 16
-            bits with `trainer.precision` bf16-mixed, DeepSpeed's bf16, or 16-bit weights.
+        attention: Attention kernel. "auto" uses flash_attention_2 under three conditions: flash-attn is installed, the
+            run computes in 16 bits on CUDA, and the kernel supports the model. In all other cases, "auto" uses the
+            model's default kernel (mostly sdpa). A run computes in 16 bits if `trainer.precision` or DeepSpeed's
+            configuration sets a 16-bit dtype. Without DeepSpeed, a run with 16-bit weights also computes in 16
+            bits.
         from_scratch: Build the architecture of `name` with random weights.
         scoring: How log-probs are computed. "extended" runs each prompt once for all its completions. "dense" runs each
             prompt once per completion. "auto" uses "extended" if the model supports it, and "dense" if not.
         chunk_size: Maximum number of completions in a forward pass that computes log-probs; a smaller number needs less
-            memory. "auto" sorts the completions of a micro-batch by length, and divides them so that the passes take
-            the least time. None runs all completions of a micro-batch at once.
+            memory. "auto" sorts the completions of a micro-batch by length, and divides the sorted completions so that
+            the passes take the least time. None runs all completions of a micro-batch at once.
         head_chunk_size: Log-probs are computed from the logits of this many tokens at a time; a smaller number needs
             less memory. None computes the logits of all tokens at once.
         activation_checkpointing: "chunks" recomputes the activations of each chunk of completions in the backward pass.
@@ -60,8 +62,9 @@ class PolicySettings:
         freeze_vision_modules: Freeze the vision tower and its projector. With the local engine, each prompt's images
             are then encoded only once per rollout.
         max_pixels: Maximum pixels per image; larger images are scaled down. Null uses the processor's own limit. Only
-            the families of Qwen and GLM support the setting.
-        min_pixels: Minimum pixels per image; smaller images are scaled up. The same families support the setting.
+            the families of Qwen and GLM support this setting.
+        min_pixels: Minimum pixels per image; smaller images are scaled up. Null uses the processor's own limit. Only
+            the families of Qwen and GLM support this setting.
         max_anyres_num: Maximum number of tiles per image; only for InternVL.
         quantization: Quantize the frozen weights of the base model to "4bit" (NF4) or "8bit"; needs `lora`. `dtype` is
             then the dtype of the weights that are not quantized (embeddings, norms and head).

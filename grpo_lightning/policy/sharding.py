@@ -139,7 +139,11 @@ class FullyShard(Sharding):
                 part.reshard()
 
     def reshard(self, model: nn.Module) -> None:
-        """Reshard all modules. Without a backward pass, embeddings and head stay gathered after the forward pass."""
+        """Reshard all modules.
+
+        FSDP2 reshards the embeddings and the head of a trained model only in a backward pass. After a forward pass
+        without a backward pass, the embeddings and the head are therefore still gathered.
+        """
         for part in fsdp_modules(model):
             part.reshard()
 
@@ -345,7 +349,10 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def gathered_dtypes(model: nn.Module) -> set[torch.dtype | None]:
-    """The dtypes that FSDP2 gathers shards in (`mp_policy.param_dtype`); None stands for the shards' own dtype."""
+    """The dtypes to which FSDP2 converts weights before it gathers the weights (`mp_policy.param_dtype`).
+
+    If the set contains None, there are modules with weights that FSDP2 does not convert.
+    """
     return {part._get_fsdp_state()._mp_policy.param_dtype for part in fsdp_modules(model)}
 
 

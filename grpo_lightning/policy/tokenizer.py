@@ -90,7 +90,11 @@ def load_processor(loader: PolicySettings, config: PretrainedConfig) -> Any:
 
 @contextlib.contextmanager
 def naming_extra() -> Iterator[None]:
-    """Context in which the error for a missing package names the extra to install. Raises: ImportError."""
+    """Context that catches an ImportError, and raises a new ImportError. The new message states which extra to install.
+
+    Raises:
+        ImportError: If a package is not installed.
+    """
     try:
         yield
     except ImportError as error:

@@ -69,10 +69,11 @@ class TurnTokens:
         return ids[self.num_repeated(ids, last_id) :]
 
     def num_repeated(self, ids: Sequence[int], last_id: int | None) -> int:
-        """Number of tokens at the beginning of `ids` that repeat the stop token of the policy's turn.
+        """Number of tokens to skip at the beginning of `ids`, so that the stop token `last_id` does not occur twice.
 
-        A different stop token does not count, because it can open the next message. Some templates write a space in
-        front of the repeated token. The tokens of this space count as well.
+        The result is 0 if `last_id` is not a stop token, or if `ids` does not begin with `last_id`. A different stop
+        token is never skipped, because this token can open the next message. Some templates write a space in front of
+        `last_id`. The tokens of this space are skipped as well.
         """
         if last_id not in self.stop_ids or last_id not in ids:
             return 0

@@ -123,9 +123,10 @@ class Accuracy(AnswerReward):
        - The ground truth has several sentences or lines (a worked solution): no value.
        - The answer consists of several numbers ("10 and 5"), or is negated ("not 10"): wrong.
        - The ground truth is one calculation ("3x = 12 => x = 4"), and the answer equals the result: right.
-       - The answer equals the number that math-verify reads from the ground truth ("20/2" for "10 apples (5 red)"): no
-         value.
-       - The answer has numbers, and all of them occur in the ground truth ("5" for "10 apples (5 red)"): no value.
+       - The answer equals the number that math-verify reads from the ground truth: no value. For example, math-verify
+         reads 10 from "10 apples (5 red)", and the answer "20/2" equals 10.
+       - The answer has numbers, and every number of the answer occurs in the ground truth: no value. For example, the
+         answer "5" gets no value for the ground truth "10 apples (5 red)".
        - Otherwise: wrong.
 
     3. If the comparison of an answer fails or times out, this answer gets no value.
