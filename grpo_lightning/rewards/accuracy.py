@@ -396,7 +396,8 @@ def names_several(text: str, expressions: list[Any]) -> bool:
 def joins_answers(part: str) -> bool:
     r"""Whether a part of a text has a set operation that joins answers, as in `(1, 2) \cup 4`.
 
-    An operation in brackets or bars on the left side of an equation joins no answers, as in `P(A \cup B) = 0.7`.
+    An operation inside brackets or bars does not count if an equals sign follows the brackets or bars. For example, the
+    result for `P(A \cup B) = 0.7` is False.
     """
     if not any(char.isdigit() for char in part):
         return False

@@ -183,8 +183,9 @@ class Reward(ABC):
         The method is called for every row, so it must be fast and must not open files.
 
         Args:
-            columns: The row's data columns. A run also passes the prompt as `prompts` and, with an environment, the
-                role of its observations as `observation_role`. `__call__` gets None for a column that is missing here.
+            columns: The row's data columns. In a run, `columns["prompts"]` is the prompt. If the run has an
+                environment, `columns["observation_role"]` is the role of the environment's observations. If `columns`
+                lacks a data column that other rows have, `__call__` gets None for this column.
             image_sizes: One per image of the row.
 
         Raises:
@@ -376,7 +377,7 @@ class WeightedReward(Reward):
         }
 
     def names(self, argument: str) -> bool:
-        """Whether the reward or an inner reward has a parameter with the name `argument`. `**kwargs` does not count."""
+        """Whether `argument` names a parameter of the reward or of an inner reward. `**kwargs` does not count."""
         return argument in self._named or any(inner.names(argument) for inner in self.inner_rewards)
 
     def check(self, max_completion_length: int) -> None:

@@ -11,9 +11,11 @@
 | HumanEval | `test`: `def check(candidate): ...`, and `entry_point` |
 
 A case is `{"type": "stdin_stdout", "input": ..., "output": ...}`. A case of the type `"function_call"` also has the
-function's name in `fn_name`. A case without a type is a function call if the function's name is given. In
-LiveCodeBench, the key of the type is `testtype`, and the types are `stdin` and `functional`. The function's name is in
-the `metadata` of the case or of the row.
+function's name in `fn_name`. If a case has no type, and the case or the row gives the function's name, the case is
+a function call.
+
+A case of LiveCodeBench has its type in `testtype`. The type is `stdin` or `functional`. If the type is `functional`,
+the function's name is in the `metadata` of the case or of the row.
 
 A column can also hold the JSON text of these objects or lists.
 """
@@ -83,10 +85,10 @@ Test = Stdin | Call | Code
 def read_tests(value: Any, column: str, setup: str = "", entry_point: str | None = None) -> list[Test]:
     """Read the tests in a value of a data row.
 
-    `entry_point` is a Python expression, or None. An expression is used in two places:
+    `entry_point` is a Python expression, or None. An expression has two uses:
 
-    - In test code that defines a function `check`, `check` is called with the expression.
-    - In a case that has neither a function's name nor a type in `STDIN_TYPES`, the expression names the function.
+    - If test code defines a function `check`, `read_tests` adds the call `check(<expression>)` to this code.
+    - If a case has neither a function's name nor a type in `STDIN_TYPES`, the expression is the function's name.
 
     Raises:
         ValueError: If `value` has no format of this module's docstring.

@@ -71,7 +71,7 @@ SHIPPED: dict[str, type] = {
 
 
 class Plugin(WeightedReward):
-    """A reward that is given by its short name, from this package or an installed one.
+    """A reward that is given by its short name.
 
     Args:
         name: The short name, one of `available()`.

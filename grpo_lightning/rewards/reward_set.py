@@ -96,10 +96,12 @@ class RewardSet:
         return next((reward.name for reward in self.rewards if reward.says_solved), self.rewards[0].name)
 
     def validate_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Check that the prompts have the columns that the rewards need, and record the columns.
+        """Check that the prompts have the columns that the rewards need.
 
         A reward is checked against the datasets to which it applies (`Prompt.rewards`). A column that is missing in
         only some of these datasets causes a warning.
+
+        The method also stores the names of all columns of the prompts.
 
         Raises:
             ValueError: If a reward needs a column that none of its datasets has.

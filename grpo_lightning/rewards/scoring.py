@@ -137,7 +137,7 @@ def concatenate_scores(parts: Sequence[Scores]) -> Scores:
 
 
 class EarlyCalls:
-    """Reward calls on groups that are already sampled, while other groups of the same batch are still being sampled.
+    """Starts reward calls on some groups of a batch before all groups of the batch have been sampled.
 
     When the batch is scored, `Scoring` uses the result of an early call in place of a call with the same reward,
     arguments and seed.

@@ -85,7 +85,11 @@ class InFlight:
                 del self.requests[key]
 
     def lacking(self, prompts: Iterable[Prompt]) -> list[int]:
-        """Positions of the prompts that are not in flight. A prompt that occurs twice has to be in flight twice."""
+        """Positions of the prompts that are not in flight.
+
+        If a prompt occurs twice in `prompts` but is in flight only once, the result has the position of the second
+        occurrence.
+        """
         seen: Counter[int | str] = Counter()
         positions = []
         for position, prompt in enumerate(prompts):

@@ -119,8 +119,8 @@ class RolloutEngine(ABC):
     def hold_weights(self) -> contextlib.AbstractContextManager[None]:
         """Context for all turns of a rollout's conversations.
 
-        If the engine samples in the background, calls of `sync_weights` in other threads must wait until the context
-        ends.
+        If an engine samples in the background, it must override this method. Until the context ends, the override must
+        block all calls of `sync_weights` in other threads.
         """
         return contextlib.nullcontext()
 

@@ -177,10 +177,11 @@ class BoxReward(Reward):
 def frame_of(views: Sequence[ImageView], given: GivenCoordinates, right: GoldCoordinates) -> BoxFrame:
     """Make a prompt's `BoxFrame`.
 
-    If the prompt has no image, `given` must equal `right`. In this case, "original" boxes are not clipped.
+    If the prompt has no image, "original" boxes are not clipped.
 
     Raises:
-        ValueError: If there are several images, or no image although the image size is needed.
+        ValueError: If the prompt has several images.
+        ValueError: If the prompt has no image, and `given` differs from `right`.
     """
     check_num_images(len(views), given, right)
     if not views:

@@ -239,7 +239,7 @@ class WeightedSum(DetectionReward):
     first.
 
     Objects are parsed as in `DetectionMAP`. The reward is 1 if neither the answer nor the ground truth lists an object.
-    VLM-R1 differs (see docs/vision.md).
+    docs/vision.md lists the differences between `WeightedSum` and VLM-R1's `weighted_sum`.
 
     Args:
         answer_column: As in `DetectionMAP`.

@@ -12,10 +12,10 @@ After `Isolation.enter`, a process can compute, start threads, and use the pipes
 | signal or trace another process, or change the resource limits of another process | seccomp |
 | gain privileges | no_new_privs, and all capabilities are dropped |
 
-Landlock needs Linux 5.13, but no privileges. A kernel without Landlock is accepted only with `allow_file_reads`. A
-program can then read every file that its user can read, `/proc` included. The rows of the table that do not concern
-reading still hold. Even with Landlock, a program can see the names, sizes and dates of files (`stat`), the time, and
-the load of the machine.
+Landlock needs Linux 5.13, but no privileges. A kernel without Landlock is accepted only with `allow_file_reads`. On
+such a kernel, a program can read every file that the program's user can read, also in `/proc`. The table's row "read
+any other file" then does not hold. All other rows hold. Even with Landlock, a program can see the names, sizes and
+dates of files (`stat`), the time, and the load of the machine.
 
 This module imports only the standard library, because the launcher runs without installed packages.
 """
@@ -256,8 +256,8 @@ Instruction = tuple[int, int, int, int]
 def seccomp_filter(arch: str, pid: int, *, has_landlock: bool) -> bytes:
     """Assemble the seccomp filter, which allows a list of system calls.
 
-    Some calls are allowed only with certain arguments. All other system calls fail with EPERM, except `clone3`. A
-    filter cannot see the arguments of `clone3`, so this call fails with ENOSYS, and libc then uses `clone`.
+    Some of these calls are allowed only with certain arguments. A filter cannot see the arguments of `clone3`, so
+    `clone3` fails with ENOSYS. libc then uses `clone`. Every other forbidden call fails with EPERM.
 
     The process `pid` may signal only itself. Without Landlock, no file can be opened for writing, not even `/dev/null`.
     """
