@@ -1,7 +1,7 @@
 """Tools: the policy calls functions, and gets what they return.
 
 Calls are parsed from the policy's text, in the formats that chat templates use. An error in a call becomes an
-observation, so that the policy can try again. Start with `Tools`.
+observation, so that the policy can try again. The main class is `Tools`.
 """
 
 from __future__ import annotations

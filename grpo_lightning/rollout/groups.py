@@ -212,9 +212,10 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 
 
 def per_completion(values: Tensor | None, groups: Sequence[Group], *, name: str, verb: str) -> Tensor:
-    """Check that `values` is a tensor [N, G], and return `values`. Raises: ValueError if not.
+    """Return `values` if `values` is a tensor [N, G]. Otherwise, raise ValueError.
 
-    For the error message, `name` is the name of the values. `verb` is the name of the method that returned the values.
+    `name` is the name of the values. `verb` is the name of the method that returned the values. The error message
+    contains both names.
     """
     sizes = {len(group.completions) for group in groups}
     if isinstance(values, Tensor) and values.ndim == 2 and len(values) == len(groups) and sizes <= {values.shape[1]}:

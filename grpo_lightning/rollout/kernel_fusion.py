@@ -274,7 +274,10 @@ def with_name(function: Any, name: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def fused_states(function: types.FunctionType, name: str) -> Fused:
-    """Fuse a function of hidden states, once for all layers and rollouts. `name` is for the log."""
+    """Fuse a function of hidden states. All layers and all rollouts share the result.
+
+    `name` is the function's name in log messages.
+    """
 
     def compile_states(function: types.FunctionType) -> Function:
         compiled = compile_copy(function)

@@ -2,7 +2,7 @@
 
 Every prompt is prefilled once for its G completions, and finished completions leave the batch. The completions in the
 batch are called open rows. If the number of rows is limited (`max_rows`), some prompts may have to wait. They join as
-soon as enough rows have left (continuous batching; Yu et al. 2022, "Orca"). Start with `LocalEngine.decode`.
+soon as enough rows have left (continuous batching; Yu et al. 2022, "Orca"). The main method is `LocalEngine.decode`.
 """
 
 from __future__ import annotations
@@ -310,9 +310,12 @@ class LocalEngine(RolloutEngine):
     def quick_steps(self, longest: int) -> Iterator[None]:
         """Context that makes decoding steps faster on a device that supports CUDA graphs.
 
-        Weights are cast to the dtype of autocast once, not at every token. If `enforce_eager` is false and `longest`
-        (`max_completion_length`) is at least `LEAST_LENGTH`, steps run from CUDA graphs and with fused layers. With
-        sharded weights or transformers' `generate`, nothing changes.
+        At the beginning, the context calls `copies_for_autocast`, so that autocast does not cast weights at every
+        token. If `enforce_eager` is false, and `longest` (`max_completion_length`) is at least `LEAST_LENGTH`, decoding
+        steps can run from CUDA graphs, with fused layers.
+
+        The context has no effect if the policy's weights are sharded. It also has no effect if the engine samples with
+        transformers' `generate`.
         """
         device = compute_device(self.policy)
         if self.path == "generate" or self.sharding.is_sharded or device.type not in CAPTURES:
@@ -342,8 +345,8 @@ class LocalEngine(RolloutEngine):
     ) -> list[SampledRow]:
         """Prefill the prompts of a rollout, and sample one token per step for every unfinished completion.
 
-        In lockstep, `num_waves` is the maximum over all ranks. `lengths` are all completion limits that occur on any
-        rank.
+        `num_waves` is the result of `Lockstep.num_waves`. `lengths` contains the completion limit of every prompt. If
+        `lockstep.is_needed` is true, `lengths` also contains the limits of the other ranks' prompts.
         """
         device, whole, longest = compute_device(self.policy), waiting.wave, sampling.max_completion_length
         interval = LOOK_INTERVAL.get(device.type, 16)

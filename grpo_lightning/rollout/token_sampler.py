@@ -235,7 +235,7 @@ ChooseSampler = Callable[[TokenSettings, int, torch.device, int], SampleToken]
 
 @functools.lru_cache(maxsize=32)
 def choose_unfused(settings: TokenSettings, vocabulary: int, device: torch.device, longest: int) -> SampleToken:
-    """Return a `NextToken` that runs one operation after the other, for all devices except CUDA."""
+    """Return a `NextToken` that runs its operations one by one."""
     return NextToken(settings, vocabulary, device)
 
 

@@ -143,7 +143,10 @@ class StepEnds(L.Callback):
         trainer.fit_loop.epoch_loop.min_steps = self.min_steps
 
     def on_fit_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """If a resumed run had nothing left to train, log this fact. Lightning then never calls `on_train_end`."""
+        """If a resumed run had nothing left to train, log this fact.
+
+        For such a run, Lightning never calls `on_train_end`.
+        """
         if not self.has_ended and trainer.ckpt_path and trainer.limit_train_batches and trainer.is_global_zero:
             log.info(
                 "The run was already complete at step %d (trainer.max_steps %d, trainer.max_epochs %s): nothing was "

@@ -129,11 +129,14 @@ def completed_hook(override: Callable[..., Any], own: Callable[..., Any]) -> Cal
 
 
 def with_scores(returned: Rollout, given: Rollout) -> Rollout:
-    """Fill in `rewards` and `scores` that a subclass's `resample` or `compute_advantages` left out of its `Rollout`.
+    """Fill in the field `rewards` or `scores` of `returned` if this field is missing.
 
-    `given` is the rollout that the method received. `returned` is the rollout that the method returned. If both
-    rollouts have the same groups, `given` supplies the fields that are missing in `returned`. Otherwise, `returned`
-    must have `rewards`, from which the function makes missing `scores`.
+    A subclass has its own method `resample` or `compute_advantages`. `given` is the rollout that this method received.
+    `returned` is the rollout that this method returned.
+
+    - If both rollouts have the same groups, a missing field gets its value from `given`.
+    - If the groups differ, `returned` must have `rewards`. If `scores` is missing, the function computes
+      `scores` from `rewards`.
     """
     if [id(group) for group in returned.groups] == [id(group) for group in given.groups]:
         rewards = given.rewards if returned.rewards is None else returned.rewards
@@ -256,7 +259,12 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_validation(validation: Validation, reward_names: Sequence[str]) -> None:
-    """Check `validation`. Raises: ValueError if `success` names no reward, or a metric's name is taken."""
+    """Check `validation`.
+
+    Raises:
+        ValueError: If `success` is set, but is not the name of a reward.
+        ValueError: If a metric has the same name as a reward or as another metric.
+    """
     validation.check_names(reward_names)
     if validation.success is not None and validation.success not in reward_names:
         raise ValueError(
@@ -468,11 +476,12 @@ def run_facts(loader: PolicyLoader, trainer: L.Trainer, *, longest_completion: i
 
 
 def check_teams(ranks_per_group: int, num_generations: int, engine: RolloutEngine, world_size: int) -> None:
-    """Check that the ranks can be divided into teams that share groups.
+    """Check that the ranks can be divided into teams. The ranks of one team share the same groups.
 
     Raises:
-        ValueError: If the number of ranks is not a multiple of `ranks_per_group`, if a rank would have no completion,
-            or if the engine cannot sample a part of a group.
+        ValueError: If the number of ranks is not a multiple of `ranks_per_group`.
+        ValueError: If `ranks_per_group` is larger than `num_generations`.
+        ValueError: If `ranks_per_group` is above 1, and the engine's `generate` has no argument `part`.
     """
     if ranks_per_group == 1:
         return

@@ -39,7 +39,11 @@ def given_loader(loop: Any) -> Any:
 
 
 def known_loader(loop: Any) -> Any:
-    """The loader of a loop; None if a hook of the module or data module has yet to make it."""
+    """The loader of a loop; None if the loop has no loader.
+
+    A hook of the module or the data module can make the loader. Before Lightning calls this hook, the loop has no
+    loader.
+    """
     source, made = loop._data_source, loop._combined_loader
     loader = source.instance if made is None and not source.is_module() else made
     return loader.iterables if isinstance(loader, CombinedLoader) else loader
@@ -59,9 +63,10 @@ def known_length(loader: Any) -> int | None:
 
 
 def keep_order(loaders: Any, *, is_on: bool = True) -> None:
-    """Turn off shuffling in the prompt sources among `loaders`. If `is_on` is false, each source's `shuffle` applies.
+    """Set whether the prompt sources in `loaders` keep the order of the data.
 
-    The change takes effect at the beginning of a source's next epoch.
+    If `is_on` is true, these prompt sources do not shuffle. If `is_on` is false, each prompt source follows its own
+    setting `shuffle`. A change takes effect at the beginning of the next epoch of the prompt source.
     """
     for loader in CombinedLoader(loaders).flattened:
         if isinstance(loader, PromptSource):

@@ -79,7 +79,9 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Client:
-    """Sends requests to one server, with the key of the environment variable `API_KEY`. Every call has a timeout.
+    """Sends requests to one server. Every request has a timeout.
+
+    If the environment variable `VLLM_API_KEY` contains a key, the client sends this key with every request.
 
     Raises:
         ValueError: If the key has characters that a header cannot have.

@@ -659,11 +659,12 @@ class VLLMEngine(RolloutEngine):
         last bits of the completion's logits can depend on the size of the batch. `turns` is not used, because vLLM's
         prefix cache keeps the states of conversations.
 
-        In the thread of the last call of `sync_weights`, `generate` is collective. In this thread, `generate` sends the
-        weights again if no server has the weights any more.
+        In the thread that made the most recent call of `sync_weights`, `generate` is collective. In this thread,
+        `generate` sends the weights again if no server has the weights any more.
 
-        In another thread, `generate` is not collective. An error on one rank is then raised only on this rank. In such
-        a thread, `generate` does not send weights, because training can change the weights at the same time.
+        In any other thread, `generate` is not collective. In this case, only the rank that has an error raises the
+        error. In this case, `generate` also does not send the weights again, because training can change the weights
+        at the same time.
 
         If vLLM has discarded its weights (`sleep_level: 2`), the policy's weights are sent first.
 
@@ -784,8 +785,8 @@ class VLLMEngine(RolloutEngine):
     def agree(self, error: Exception | None, batch: Batch) -> int:
         """Raise an error if any rank has failed. Otherwise, count the missing completions of all ranks.
 
-        In the thread of the last call of `sync_weights`, `agree` is collective. In another thread, `agree` considers
-        only this rank.
+        In the thread that made the most recent call of `sync_weights`, `agree` is collective. In any other thread,
+        `agree` considers only this rank.
 
         Raises:
             Exception: The error of this rank.

@@ -1,7 +1,9 @@
 """Convert the policy's full weights to the form that vLLM loads, with checkpoint names and merged LoRA adapters.
 
-Sharded weights are gathered, and adapters are merged out of place, one decoder layer at a time. So no second copy of
-all weights exists. Start with `weight_groups`.
+The functions convert one decoder layer at a time. Sharded weights of the layer are gathered. An adapter is merged into
+a copy of the layer's weights. So the complete weights never exist twice.
+
+The main function is `weight_groups`.
 """
 
 from __future__ import annotations
