@@ -140,7 +140,10 @@ def cluster_environment(trainer: L.Trainer) -> Any:
 
 
 def subprocess_launcher(trainer: L.Trainer) -> _SubprocessScriptLauncher | None:
-    """The launcher with which this process started the other ranks; None if it started none (torchrun, SLURM)."""
+    """The trainer's launcher if this process starts the other ranks of its node; None in every other process.
+
+    If torchrun or SLURM starts the ranks, the function returns None on every rank.
+    """
     launcher = trainer.strategy.launcher
     return launcher if isinstance(launcher, _SubprocessScriptLauncher) else None
 

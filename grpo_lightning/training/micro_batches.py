@@ -283,7 +283,10 @@ class Share:
         return sum(self.counts)
 
     def index(self, i: int) -> int:
-        """Index of the i-th group of this rank's team among the groups of all teams."""
+        """Global index of the i-th group of this rank's team.
+
+        The global index counts the groups of all teams in round-robin order.
+        """
         return sum(min(count, i + (team < self.team)) for team, count in enumerate(self.counts))
 
 

@@ -1,7 +1,7 @@
 """Signals that end a training run after the current optimizer step: SLURM auto-requeue, Ctrl-C, SIGTERM and SIGHUP.
 
 A signal handler records the signal, but saves no checkpoint. At the end of the step, if any rank got a signal, all
-ranks together save a checkpoint. A handler cannot save at once, for two reasons:
+ranks together save a checkpoint. There are two reasons why a handler itself saves no checkpoint:
 
 - Saving is collective, and a signal may reach only one rank.
 - Checkpoints contain no gradients, so a checkpoint in the middle of a step would lose the gradients of the step.

@@ -47,19 +47,20 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     gradient clipping has too little effect.
 
     Args:
-        stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
-        config: DeepSpeed's own configuration, as a mapping or a JSON file. It replaces the configuration that the other
-            arguments define. But at stage 3, the `stage3_*` arguments still fill missing keys. An "auto" in
-            `zero_optimization` is replaced by the strategy argument of the same name. An "auto" for batch size,
-            accumulation, clipping or precision is replaced by the run's setting.
-        stage3_prefetch_bucket_size: Stage 3: number of elements gathered ahead of their use. Sampling, scoring and
-            training call the modules in different orders, so prefetching is useless.
-        stage3_param_persistence_threshold: Stage 3: weights with fewer elements stay unsharded.
+        stage: Stage 1 shards optimizer states. Stage 2 also shards gradients. Stage 3 also shards gradients and
+            weights.
+        config: DeepSpeed's own configuration, as a mapping or a JSON file. This configuration replaces the
+            configuration that the other arguments define. But at stage 3, the `stage3_*` arguments still fill missing
+            keys. An "auto" in `zero_optimization` is replaced by the strategy argument of the same name. An "auto" for
+            batch size, accumulation, clipping or precision is replaced by the run's setting.
+        stage3_prefetch_bucket_size: Stage 3: maximum number of elements that are gathered before a module needs them.
+            The default is 0, because the order of the modules differs between sampling, scoring and training.
+        stage3_param_persistence_threshold: Stage 3: a weight with at most this number of elements stays unsharded.
         sub_group_size: Stage 3: number of elements that the optimizer updates at a time. A larger number needs more
             memory.
-        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run loads the frozen weights
-            with the policy.
-        logging_batch_size_per_gpu: Batch size only for DeepSpeed's throughput logging.
+        exclude_frozen_parameters: Leave frozen weights out of checkpoints. A resumed run takes the frozen weights from
+            the pretrained model instead.
+        logging_batch_size_per_gpu: Batch size for DeepSpeed's throughput logging. Training ignores this batch size.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy` (`offload_optimizer`, `offload_parameters`, ...).
     """
 
@@ -193,8 +194,11 @@ class GRPODeepSpeedStrategy(DeepSpeedStrategy):
     ) -> dict[str, Any]:
         """As in Lightning, but load further kinds of checkpoints.
 
-        Training can also resume from a universal checkpoint. Evaluation can also load a stage 3 folder, or a checkpoint
-        that is a single file.
+        The further kinds are:
+
+        - In training: a universal checkpoint.
+        - In evaluation: a stage 3 folder.
+        - In evaluation: a checkpoint that is a single file.
 
         A stage 3 folder contains the weights only as the optimizer's master weights, which DeepSpeed cannot load
         without an optimizer. A resumed run with a different number of ranks needs a universal checkpoint
@@ -264,8 +268,9 @@ TRAINER_KEYS = (
 def set_no_leaf_modules(config: dict[str, Any]) -> None:
     """Keep ZeRO-3 from treating blocks of experts as leaf modules, unless the configuration sets leaf modules.
 
-    DeepSpeed refuses to reduce the gradients of a leaf module several times, but a block runs several times per
-    micro-batch. Nothing is lost, because the experts of a block are one tensor in transformers.
+    If a leaf module runs several times per micro-batch, DeepSpeed raises an error. A block of experts runs several
+    times per micro-batch. The block need not be a leaf module, because the transformers library keeps all experts of
+    the block in the same tensors.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -432,7 +437,8 @@ def check_devices(num_devices: int, num_replicas: int, data_parallel_size: Liter
 def leave_inference_mode(trainer: L.Trainer) -> None:
     """Make evaluation use no_grad instead of inference mode.
 
-    Training uses the buffers of gathered weights again, and it cannot use tensors of inference mode.
+    Evaluation gathers weights into buffers. Training reuses these buffers, but cannot use tensors that were created in
+    inference mode.
     """
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:

@@ -254,7 +254,10 @@ class EvaluationTable(Metric):
         return numbers | of_sources
 
     def warn_if_never_solved(self, rows: Tensor) -> None:
-        """Warn if the deciding reward has more than two different values, and none counts as solved."""
+        """Warn if no value of the deciding reward counts as solved.
+
+        A reward with at most two different values causes no warning.
+        """
         values = rows[..., self.columns.index(self.success, 3)]
         values = values[~values.isnan()]
         minimum = self.validation.success_value
