@@ -111,7 +111,8 @@ class Watchdog(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start to watch.
 
-        The main thread can be interrupted only if it calls this hook and one of `SIGNALS` has no handler yet.
+        The main thread can be interrupted under two conditions: it calls this hook, and at least one of `SIGNALS` has
+        no handler yet.
         """
         self.phase, self.message = "", None
         if self.stall_seconds is None:

@@ -50,8 +50,8 @@ def group_relative_advantages(
             - "length_weighted" is the mean reward of the group, weighted by the lengths of the completions, as in OPO
               (arXiv:2505.23585).
             - "pass_at_k" maximizes the expected maximum of k rewards (arXiv:2503.19595). With k = None, only the
-              completion with the highest reward can have a gain above 0. This gain is its lead over the second-highest
-              reward (verl's `grpo_passk`).
+              completion with the highest reward can have a gain above 0. This gain is the highest reward minus the
+              second-highest reward (verl's `grpo_passk`).
         scale: The divisor of the gain. Every std is unbiased. For "batch_std", "batch_advantage_std" and
             "nonzero_fraction", pass the rewards of all ranks.
 
