@@ -90,9 +90,10 @@ class Watchdog(L.Callback):
 
     def begin(self, phase: str, *, is_evaluating: bool) -> None:
         """Record the phase that begins."""
-        self.phase, self.detail, self.is_evaluating = phase, "", is_evaluating
         # In an evaluation, a rank may wait for the rewards of the other ranks before its first decoding step.
         self.since = math.inf if is_evaluating else time.monotonic()
+        self.detail, self.is_evaluating = "", is_evaluating
+        self.phase = phase  # last, because the thread that watches reads it first
 
     def on_decode(self, trainer: L.Trainer, done: int, total: int) -> None:
         """Record progress."""
@@ -130,8 +131,7 @@ class Watchdog(L.Callback):
         """Check the clock until training ends or a rollout makes no progress."""
         assert self.stall_seconds is not None
         while not stop.wait(self.stall_seconds / LOOKS):
-            seconds = time.monotonic() - self.since
-            if self.phase == WATCHED and seconds > self.stall_seconds:
+            if self.phase == WATCHED and (seconds := time.monotonic() - self.since) > self.stall_seconds:
                 self.end(trainer, stop, seconds)
                 return
 

@@ -77,7 +77,9 @@ _GLM_CALL = re.compile(
 )
 """Matches a call of GLM between markers. The capture groups of a match are the name and all arguments."""
 
-_GLM_START = re.compile(r"[\w.-]+\s*<arg_key>")
+_GLM_START = re.compile(r"[^<{\[(]*<arg_key>")
+"""Matches the beginning of a text in which a call of GLM begins before a call in another format."""
+
 _GLM_ARGUMENT = re.compile(r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _JSON_START = re.compile(r'[{]\s*"|\[\s*[{]')
 _QUOTED_OR_BRACKET = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\](){}]""", re.DOTALL)

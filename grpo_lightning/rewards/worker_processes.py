@@ -62,9 +62,10 @@ class _Output(io.FileIO):
     def write(self, data: Any) -> int:
         """Write, or drop the data."""
         try:
-            return super().write(data) or 0
+            written = super().write(data)  # None if a descriptor that does not block is full
         except OSError:
-            return memoryview(data).nbytes
+            written = None
+        return memoryview(data).nbytes if written is None else written
 
 
 def stream_to(descriptor: int) -> io.TextIOWrapper:
@@ -79,6 +80,7 @@ def supervise(descriptor: int) -> None:
         # A handler instead of SIG_IGN, because subprocesses of rewards inherit SIG_IGN, but no handlers.
         signal.signal(getattr(signal, name), lambda *_: None)
     sys.modules["__main__"] = types.ModuleType("__main__")  # rewards of the training script cannot be loaded here
+    sys.stdout.flush()
     sys.stdout, sys.stderr = (stream_to(stream.fileno()) for stream in (sys.stdout, sys.stderr))
     logging.getLogger("grpo_lightning").setLevel(logging.INFO)
     control = Connection(descriptor)
@@ -285,6 +287,7 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: Sequenc
     except BaseException:  # noqa: BLE001 (it is printed, and the process ends)
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # skips the exit handlers that the supervisor has registered
 

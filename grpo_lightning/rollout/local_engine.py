@@ -48,6 +48,7 @@ from grpo_lightning.policy.settings import PolicySettings
 from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.policy.transformers_internals import (
     PlacedPrompts,
+    base_model,
     compute_device,
     evaluating,
     known_arguments,
@@ -561,7 +562,6 @@ class LocalEngine(RolloutEngine):
         def keep_sampled(ids: Tensor, logits: Tensor) -> Tensor:
             steps.append(sampler(ids, logits, ids.shape[1] - length))
             sampler.look(steps[-1].ids.new_zeros(0, dtype=torch.bool))
-            told.report(len(steps))
             return torch.full_like(logits, -torch.inf).scatter_(1, steps[-1].ids[:, None], 0.0)
 
         def at_stop_string(ids: Tensor, scores: object, **kwargs: Any) -> Tensor | None:
@@ -569,7 +569,10 @@ class LocalEngine(RolloutEngine):
 
         rows = wave.vision and wave.vision.select(prompt_index.tolist())
         types = place(self.policy, prompt_ids[prompt_index], prompt_mask[prompt_index], rows).arguments if rows else {}
-        with without_suggestions(self.policy), showing(self.policy, rows) as images:
+        # Every forward pass is a step, also those of a rank that has ended and only takes part in the collectives.
+        numbers = itertools.count(1)
+        hook = base_model(self.policy).register_forward_pre_hook(lambda *_: told.report(next(numbers)))
+        with hook, without_suggestions(self.policy), showing(self.policy, rows) as images:
             sequences = self.policy.generate(  # type: ignore[operator]
                 input_ids=prompt_ids[prompt_index],
                 attention_mask=prompt_mask[prompt_index].long(),

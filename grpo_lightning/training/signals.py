@@ -121,7 +121,7 @@ class GracefulStop(L.Callback):
         self.checkpoint: Path | None = None
         self.old_handlers: dict[int, Any] = {}
         self.terminals: list[int] = []
-        """Those of the file descriptors of stdout and stderr that are a terminal."""
+        """Those of the file descriptors of stdin, stdout and stderr that are a terminal."""
         self.trainer: L.Trainer | None = None
         self.first_step = 0
         self.phase: str | None = None
@@ -132,7 +132,7 @@ class GracefulStop(L.Callback):
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers only in the main thread
         self.trainer = trainer
-        self.terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self.terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
         for signum in SIGNALS:
             if signum != SIGHUP or signal.getsignal(signum) == signal.SIG_DFL:
                 self.old_handlers[signum] = signal.signal(signum, self.receive)
@@ -161,21 +161,18 @@ class GracefulStop(L.Callback):
                 os.write(2, f"\n{name}: stopping after this step{again}.\n".encode())
 
     def leave_terminal(self) -> None:
-        """If stdout is a pipe or a closed terminal, redirect stdout to `os.devnull`. Do the same for stderr.
+        """If the terminal is closed, send further output to `os.devnull`, if it went to this terminal or to a pipe.
 
-        The reader of a pipe, for example `tee`, often stops when the terminal closes. A write to the pipe would
-        then raise an error.
+        The reader of a pipe, for example `tee`, often ends with the terminal, and a write to its pipe then fails.
         """
-        lost = [
-            descriptor
-            for descriptor in (1, 2)
-            if (descriptor in self.terminals and not os.isatty(descriptor)) or is_pipe(descriptor)
-        ]
-        if lost:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for descriptor in lost:
+        closed = [descriptor for descriptor in self.terminals if not os.isatty(descriptor)]
+        if not closed:
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            if descriptor in closed or is_pipe(descriptor):
                 os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+        os.close(nowhere)
 
     def restore(self) -> None:
         """Put the old handlers back."""

@@ -159,7 +159,8 @@ def test_calls_of_glm(style):
     assert list(read_calls("<tool_call>double</tool_call>", KNOWN, style)) == [ToolCall("double", {})]
     inner = json.dumps({"name": "double", "arguments": {"number": 3}})
     unclosed = f"note\n<arg_key>text</arg_key>\n<arg_value>{inner}"
-    for block in ("hello there", "double number=3", unclosed, f"{unclosed}</arg_value> and more"):
+    blocks = ("hello there", "double number=3", unclosed, f"{unclosed}</arg_value> and more", f"I call it.\n{unclosed}")
+    for block in blocks:
         (call,) = read_calls(f"<tool_call>{block}</tool_call>", KNOWN, style)
         assert "is not a call" in call.problem, block
         assert ("<arg_key>argument</arg_key>" in call.problem) == (style == "glm" or "<arg_key>" in block)

@@ -286,6 +286,8 @@ class Served:
         try:
             self.client.get("/health", PATIENCE)
             return self.reported_version(PATIENCE) == self.version
+        except UnauthorizedError:
+            raise
         except ServerError:
             return False
 
@@ -317,6 +319,8 @@ class Served:
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
         except (RuntimeError, OSError) as error:  # torch's errors of stores and process groups; a used port with NCCL
             problem = problem_of(answer)
+            if isinstance(problem, UnauthorizedError):
+                raise problem from error
             # If the server has not answered, its workers still try to join, and another try would fail.
             raise (ServerError if problem is None else type(problem))(
                 f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
@@ -377,6 +381,8 @@ class Served:
         """Check that the server takes adapters. Raises: ValueError if it does not."""
         try:
             routes = self.client.get("/openapi.json")["paths"]
+        except UnauthorizedError:
+            raise
         except ServerError:  # the server does not list its routes
             return
         if LOAD_ADAPTER not in routes:
@@ -415,8 +421,11 @@ class Served:
             for _, weight in group:
                 self.group.broadcast(weight)
         except RuntimeError as error:  # torch's errors of process groups
+            problem = problem_of(answer)
+            if isinstance(problem, UnauthorizedError):
+                raise problem from error
             raise UnavailableError(
-                f"model.engine: sending weights to {self.client.url} failed: {problem_of(answer) or error}"
+                f"model.engine: sending weights to {self.client.url} failed: {problem or error}"
             ) from error
         answer.result()
 
