@@ -17,7 +17,14 @@ from grpo_lightning.policy.sharding import Sharding
 from grpo_lightning.rollout.local_engine import LocalEngine
 from grpo_lightning.rollout.vllm import weights
 from grpo_lightning.rollout.vllm.requests import Request
-from grpo_lightning.rollout.vllm.server import INCOMPLETE, Client, Served, ServerError, UnavailableError
+from grpo_lightning.rollout.vllm.server import (
+    INCOMPLETE,
+    Client,
+    Served,
+    ServerError,
+    UnauthorizedError,
+    UnavailableError,
+)
 from grpo_lightning.rollout.vllm.servers import Announcement, Job, Pending
 from grpo_lightning.rollout.vllm.vllm_engine import VLLMEngine
 from tests.helpers.module_runs import SMALL, make_module
@@ -306,15 +313,15 @@ def connect_with(engine, monkeypatch, key):
 def test_a_server_with_an_api_key(start, monkeypatch):
     engine, policy, server = start(synced=False)
     server.key = "secret"
-    with pytest.raises(ServerError, match=r"answered 401: .*Set the environment variable VLLM_API_KEY: it must hold"):
+    with pytest.raises(UnauthorizedError, match=r"answered 401: .*Set the environment variable VLLM_API_KEY: it must"):
         connect_with(engine, monkeypatch, "unset")
-    with pytest.raises(ServerError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
+    with pytest.raises(UnauthorizedError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
         connect_with(engine, monkeypatch, "wrong")
     engine.backend = connect_with(engine, monkeypatch, "right")
     engine.sync_weights(policy)
     assert len(engine.generate(PROMPTS[:1], 2, SAMPLING, [1])[0]) == 2
     server.key = "changed"
-    with pytest.raises(ServerError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
+    with pytest.raises(UnauthorizedError, match=r"answered 401: .*Correct the environment variable VLLM_API_KEY"):
         engine.generate(PROMPTS[:1], 2, SAMPLING, [1])
 
 
@@ -324,8 +331,27 @@ def test_a_server_with_an_api_key(start, monkeypatch):
 def test_a_gateway_that_guards_one_route(start, monkeypatch, route):
     engine, _, server = start(synced=False)
     server.key, server.guarded = "secret", route
-    with pytest.raises(ServerError, match=f"^{server.url}{route} answered 401: .*Set the environment variable"):
+    with pytest.raises(UnauthorizedError, match=f"^{server.url}{route} answered 401: .*Set the environment variable"):
         connect_with(engine, monkeypatch, "unset")
+
+
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"])
+def test_a_gateway_that_guards_the_weights(start, monkeypatch, route):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    engine, policy, server = start(synced=False, timeout=3.0)
+    server.key, server.guarded = "secret", route
+    with pytest.raises(UnauthorizedError, match=f"^{server.url}{route} answered 401: .*Set the environment variable"):
+        engine.sync_weights(policy)
+
+
+def test_a_gateway_that_guards_the_health_of_a_running_server(start, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    engine, _, server = start()
+    server.key, server.guarded = "secret", "/health"
+    (served,) = engine.backend.servers
+    for ask in (served.is_healthy, served.has_weights, engine.backend.wait_for_one):
+        with pytest.raises(UnauthorizedError, match="answered 401"):
+            ask()
 
 
 def test_a_key_that_no_header_can_have(start, monkeypatch):

@@ -63,8 +63,11 @@ class UnavailableError(ServerError):
     """The connection broke, the server failed (5xx) or was busy, or no answer came in time. Another try can succeed."""
 
 
-class UnauthorizedError(ServerError):
-    """The server, or a gateway before it, refuses the API key (401)."""
+class UnauthorizedError(ValueError):
+    """The server, or a gateway before it, refuses the API key (401).
+
+    This is no `ServerError`, because neither another try nor another server helps.
+    """
 
 
 class LostWeightsError(UnavailableError):
@@ -130,19 +133,18 @@ class Client:
         except ValueError:  # /health answers with an empty text
             return None
 
-    def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError:
-        """Make an error, which is an `UnavailableError` for 5xx and the statuses in `BUSY`."""
+    def refusal(self, route: str, error: urllib.error.HTTPError) -> ServerError | UnauthorizedError:
+        """Make an error: `UnauthorizedError` for 401, and `UnavailableError` for 5xx and the statuses in `BUSY`."""
         try:
             text = error.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):  # the server died while it explained the error
             text = ""
-        kind = UnavailableError if error.code >= 500 or error.code in BUSY else ServerError
-        if error.code == 401:
-            kind = UnauthorizedError
-        elif 300 <= error.code < 400:
+        if 300 <= error.code < 400:
             text = f"a redirect to {error.headers.get('Location')}. Set model.engine.base_url to the final address."
-        message = f"{self.url}{route} answered {error.code}: {text[:500]}"
-        found = kind(f"{message} {remedy(error.code, text)}".rstrip())
+        message = f"{self.url}{route} answered {error.code}: {text[:500]} {remedy(error.code, text)}".rstrip()
+        if error.code == 401:
+            return UnauthorizedError(message)
+        found = (UnavailableError if error.code >= 500 or error.code in BUSY else ServerError)(message)
         found.status = error.code
         return found
 
@@ -203,7 +205,8 @@ class Served:
         `policy` is the name or folder of the policy. If it is None, the server may serve any model.
 
         Raises:
-            ServerError: If no vLLM server answers, or if the server refuses the API key.
+            ServerError: If no vLLM server answers.
+            UnauthorizedError: If the server refuses the API key.
             ValueError: If the server is too old, serves another model, or accepts no weights.
         """
         self.policy = policy
@@ -211,8 +214,6 @@ class Served:
         try:
             self.client.get("/health")
             version = self.client.get("/version")
-        except UnauthorizedError:
-            raise
         except ServerError as error:
             raise type(error)(
                 f"model.engine: no vLLM server answers at {url}: {error} Start the server first "
@@ -233,8 +234,6 @@ class Served:
         try:
             self.num_workers = int(self.client.get("/get_world_size")["world_size"])
             self.reported_version()
-        except UnauthorizedError:
-            raise
         except ServerError as error:
             raise ValueError(
                 f"model.engine: the server at {url} has no routes for weight updates. Start it with: "
@@ -261,8 +260,6 @@ class Served:
         """True if the server offers this route. An empty POST request then succeeds, or is refused with 400 or 422."""
         try:
             self.client.post(route, {})
-        except UnauthorizedError:
-            raise
         except ServerError as error:
             return error.status in (400, 422)  # 403: vLLM has the route, and it is turned off
         return True
@@ -272,11 +269,9 @@ class Served:
         return str(self.client.get("/weight_info", timeout)["weight_version"])
 
     def is_healthy(self) -> bool:
-        """True if the server answers. Raises: UnauthorizedError."""
+        """True if the server answers."""
         try:
             self.client.get("/health", PATIENCE)
-        except UnauthorizedError:
-            raise
         except ServerError:
             return False
         return True
@@ -286,8 +281,6 @@ class Served:
         try:
             self.client.get("/health", PATIENCE)
             return self.reported_version(PATIENCE) == self.version
-        except UnauthorizedError:
-            raise
         except ServerError:
             return False
 
@@ -319,8 +312,6 @@ class Served:
             self.group = GROUPS[self.backend](host, self.group_port, 0, info["world_size"], self.client.timeout)
         except (RuntimeError, OSError) as error:  # torch's errors of stores and process groups; a used port with NCCL
             problem = problem_of(answer)
-            if isinstance(problem, UnauthorizedError):
-                raise problem from error
             # If the server has not answered, its workers still try to join, and another try would fail.
             raise (ServerError if problem is None else type(problem))(
                 f"model.engine: the workers of the server at {self.url} did not join the weight transfer group at "
@@ -381,8 +372,6 @@ class Served:
         """Check that the server takes adapters. Raises: ValueError if it does not."""
         try:
             routes = self.client.get("/openapi.json")["paths"]
-        except UnauthorizedError:
-            raise
         except ServerError:  # the server does not list its routes
             return
         if LOAD_ADAPTER not in routes:
@@ -421,11 +410,8 @@ class Served:
             for _, weight in group:
                 self.group.broadcast(weight)
         except RuntimeError as error:  # torch's errors of process groups
-            problem = problem_of(answer)
-            if isinstance(problem, UnauthorizedError):
-                raise problem from error
             raise UnavailableError(
-                f"model.engine: sending weights to {self.client.url} failed: {problem or error}"
+                f"model.engine: sending weights to {self.client.url} failed: {problem_of(answer) or error}"
             ) from error
         answer.result()
 
